@@ -16,7 +16,7 @@ from graftune.dashboard.json_safe import CUT, json_safe
 from graftune.dashboard.log import Log
 from graftune.dashboard.reading import read_bytes
 from graftune.dashboard.streams import _NewEvents
-from graftune.dashboard.summary import Summary
+from graftune.dashboard.summary import RunSummary
 from tests.dashboard.folders import client, lines, start, step, write_run
 
 
@@ -66,11 +66,11 @@ def test_what_is_kept_of_a_log_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(found.values["falling"]) == sorted(found.values["falling"], reverse=True), "in the order of the steps"
     assert {len(column) for column in found.values.values()} == {len(found.steps)}
     assert [e["step"] for e in found.of("warning")][-1] == 99 and len(found.of("warning")) < 20
-    summary = Summary(run / "metrics.jsonl")
+    summary = RunSummary(run / "metrics.jsonl")
     summary.advance()
     assert summary.best() == (3.0, 6) and summary.steps == 2999
-    monkeypatch.setattr(Summary, "SECONDS", -1.0)
-    slow, calls = Summary(run / "metrics.jsonl"), 0
+    monkeypatch.setattr(RunSummary, "SECONDS", -1.0)
+    slow, calls = RunSummary(run / "metrics.jsonl"), 0
     while not calls or slow.behind:
         slow.advance()
         calls += 1
@@ -104,7 +104,7 @@ def test_a_megabyte_of_a_strangers_lines_takes_no_minute(name: str, tmp_path: Pa
     size = len(HOSTILE_LOGS[name](10**4))
     path.write_text("".join(map(HOSTILE_LOGS[name], range((1 << 20) // size))))
     began = time.process_time()
-    for reader in (Summary(path), Log(path)):
+    for reader in (RunSummary(path), Log(path)):
         reader.advance()
         while reader.behind:  # a call ends after half a second
             reader.advance()
@@ -127,7 +127,7 @@ def test_evaluations_that_a_resume_took_back(tmp_path: Path, monkeypatch: pytest
                 written.append({"event": "eval", "step": at, "loss": number})
                 kept = [*kept, (at, number)][-8:]
         path.write_text("".join(json.dumps(event) + "\n" for event in written))
-        found, summary = Log(path), Summary(path)
+        found, summary = Log(path), RunSummary(path)
         found.advance()
         summary.advance()
         assert [(event["step"], event["loss"]) for event in found.of("eval")] == kept

@@ -17,7 +17,7 @@ from graftune.dashboard.log import Log
 from graftune.dashboard.runs import open_runs
 from graftune.dashboard.settings_file import settings_of
 from graftune.dashboard.streams import _NewEvents
-from graftune.dashboard.summary import Summary
+from graftune.dashboard.summary import RunSummary
 from graftune.errors import GraftuneError
 from graftune.io.yaml_file import read_yaml
 from graftune.observe.events import evals, read_events, steps, worked_seconds
@@ -149,7 +149,7 @@ def test_a_resume_takes_back_what_came_after_it(tmp_path: Path) -> None:
     first = [start(9), *(step(n, loss=1.0) for n in range(1, 7)), evaluated(2, 2.0), evaluated(6, 0.5)]
     run = write_run(tmp_path / "r", *first, {"event": "resume", "step": 4}, step(5, loss=3.0))
     path = run / "metrics.jsonl"
-    log, summary = Log(path), Summary(path)
+    log, summary = Log(path), RunSummary(path)
     log.advance()
     summary.advance()
     known = read_events(path)

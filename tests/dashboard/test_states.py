@@ -15,13 +15,13 @@ import pytest
 
 from graftune.dashboard import states
 from graftune.dashboard.states import Heartbeat, state_of
-from graftune.dashboard.summary import Summary
+from graftune.dashboard.summary import RunSummary
 from graftune.io.lock import FolderLock, LockOwner
 from tests.dashboard.folders import append, end, start, step, write_run
 
 
 def state(run: Path, holder: LockOwner | None) -> tuple[str, str]:
-    summary = Summary(run / "metrics.jsonl")
+    summary = RunSummary(run / "metrics.jsonl")
     summary.advance()
     return tuple(state_of(run, summary, holder))
 

@@ -18,7 +18,7 @@ def test_the_report_draws_the_charts_of_the_page(browser, tmp_path: Path):
     run.ended()
     write_report(run.folder)
     file = run.folder / "report.html"
-    assert file.stat().st_size < 400_000, "curves are thinned out"
+    assert file.stat().st_size < 400_000, "the curves are downsampled"
     page, complaints = browser.new_page(), []
     page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
     page.on("pageerror", lambda error: complaints.append(str(error)))

@@ -247,7 +247,7 @@ def test_a_tracker_that_fails_is_said_once_and_left(tmp_path: Path, wandb) -> No
     for step in (1, 2):
         tracking({"event": "step", "step": step, "loss": 1.0})
     tracking.close()
-    assert said == ["wandb is not told of this run any more: ConnectionError: the network is gone"]
+    assert said == ["wandb gets no more events of this run: ConnectionError: the network is gone"]
 
 
 @pytest.mark.parametrize(("name", "key"), [("wandb", "id"), ("trackio", "name"), ("mlflow", "run_id")])

@@ -20,7 +20,7 @@ from graftune.dashboard.log import Log
 from graftune.dashboard.reading import is_file, stamp
 from graftune.dashboard.settings_file import settings_of
 from graftune.dashboard.states import CONFIG, RUNNING, Heartbeat, RunState, state_of
-from graftune.dashboard.summary import Summary
+from graftune.dashboard.summary import RunSummary
 from graftune.errors import GraftuneError, one_line
 from graftune.observe.events import number
 
@@ -38,7 +38,7 @@ class WatchedRun:
     def __init__(self, key: str, folder: Path):
         self.id, self.folder, self.lock = key, folder, threading.RLock()
         self._log_path, self._config_path = str(folder / LOG), str(folder / CONFIG)
-        self.summary, self.heartbeat = Summary(self._log_path), Heartbeat(folder)
+        self.summary, self.heartbeat = RunSummary(self._log_path), Heartbeat(folder)
         self.settings: dict[str, Any] = {}
         self._log: Log | None = None
         self._log_lock = threading.Lock()  # a second one: the list does not wait while a long log is read

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from graftune.dashboard.reading import is_file, read_bytes
-from graftune.dashboard.summary import Summary
+from graftune.dashboard.summary import RunSummary
 from graftune.errors import one_line
 from graftune.io.lock import LOCK, LockOwner
 
@@ -63,7 +63,7 @@ class Heartbeat:
         return now - self._seen <= SILENT
 
 
-def state_of(folder: Path, log: Summary, holder: LockOwner | None) -> RunState:
+def state_of(folder: Path, log: RunSummary, holder: LockOwner | None) -> RunState:
     """`holder`: of the run's lock, None if it is free."""
     if holder is not None and log.has_events and log.updated is not None and holder.since > log.updated:
         return RunState("preparing", f"a resume is being prepared, at {_done(log)}: {PREPARING}")
@@ -77,7 +77,7 @@ def state_of(folder: Path, log: Summary, holder: LockOwner | None) -> RunState:
     return RunState("died", f"its process ended at {_done(log)} without a final event; {_resume(folder)}")
 
 
-def _ended(folder: Path, log: Summary) -> RunState:
+def _ended(folder: Path, log: RunSummary) -> RunState:
     """By the log's last event. Only a run that completed its steps or stopped early is finished."""
     stopped, done = one_line(str(log.end.get("stopped")), longest=60), _done(log)
     if stopped == "finished":
@@ -92,7 +92,7 @@ def _ended(folder: Path, log: Summary) -> RunState:
     return RunState("stopped", f"{why.get(stopped, f'stopped at {done} ({stopped})')}; {_resume(folder)}")
 
 
-def _running(log: Summary) -> RunState:
+def _running(log: RunSummary) -> RunState:
     phase = log.phase if log.phase in PHASES else ("training" if log.step else "preparing")
     done = _done(log)
     sentences = {
@@ -111,16 +111,16 @@ def _resume(folder: Path) -> str:
     return f"go on with: graftune train --resume {shlex.quote(str(folder))}"
 
 
-def _done(log: Summary) -> str:
+def _done(log: RunSummary) -> str:
     return f"step {log.steps}" + (f" of {log.total}" if log.total else "")
 
 
-def _best(log: Summary) -> str:
+def _best(log: RunSummary) -> str:
     loss, step = log.best()
     return "" if loss is None else f"; the best validation loss was {loss:.4g}, at step {step}"
 
 
-def _signal(log: Summary) -> str:
+def _signal(log: RunSummary) -> str:
     which = log.end.get("signal")
     try:
         return signal.Signals(which).name if which else "a signal"

@@ -22,7 +22,7 @@ FIELDS = ("event", "time", "step", "loss", "tok_s", "examples", "encoded", "stop
 MOST_EVALS = 5000  # losses that are kept, the lowest
 
 
-class Summary(LineReader):
+class RunSummary(LineReader):
     """A run's beginning, last step, evaluations, phase and end."""
 
     SECONDS = 0.5  # the list of all runs waits for it
