@@ -34,6 +34,7 @@ from graftune.weights.model import hf_config
 from graftune.weights.rows import Held
 from tests.plan.test_plan import setup, spec
 from tests.support import oracle, specs, tiny
+from tests.support.real_rehearsal import rehearse_real
 
 LORA = LoraConfig(rank=4, alpha=10.0, targets=("all_linear",))
 
@@ -136,5 +137,5 @@ def test_the_plan_of_many_layers_by_a_few() -> None:
     many = setup(spec=specs.edited(made, (3, 7, 11), ffn=128))
     few, all_of_them = from_few_layers(many), rehearse(many)
     assert few.peak == pytest.approx(all_of_them.peak, rel=0.01)
-    real = rehearse(many, real=True)
+    real = rehearse_real(many)
     assert all_of_them.phases["step"] == pytest.approx(real.phases["step"], rel=0.01)

@@ -38,6 +38,7 @@ from graftune.weights.placement import Placement
 from graftune.weights.synthetic import random_base
 from tests.losses.pairs import Dpo
 from tests.support import specs
+from tests.support.real_rehearsal import rehearse_real
 
 QUIET = Console(quiet=True)
 MIB = 1 << 20
@@ -105,7 +106,7 @@ CASES = {
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")
 @pytest.mark.parametrize("name", CASES)
 def test_without_memory_is_with_memory_to_the_byte(name: str) -> None:
-    foretold, real = rehearse(CASES[name]), rehearse(CASES[name], real=True)
+    foretold, real = rehearse(CASES[name]), rehearse_real(CASES[name])
     assert foretold.phases == real.phases and foretold.after == real.after
     assert {"adapters", "gradients", "moments"} <= foretold.phases["step"].keys()
     assert "saved activations" in foretold.phases["step"] or CASES[name].method == "full"
@@ -177,9 +178,9 @@ def test_what_weights_are_unpacked_into_is_scratch(kind: str) -> None:
 
 
 def test_tables_made_before_change_nothing() -> None:
-    alone = rehearse(CASES["nf4"], real=True)
+    alone = rehearse_real(CASES["nf4"])
     nf4.quantise(torch.randn(64, 64))
-    assert rehearse(CASES["nf4"], real=True).phases == alone.phases == rehearse(CASES["nf4"]).phases
+    assert rehearse_real(CASES["nf4"]).phases == alone.phases == rehearse(CASES["nf4"]).phases
 
 
 def test_a_folder_and_a_gguf_are_planned_without_reading_their_weights(tiny_folder, smollm2, monkeypatch) -> None:

@@ -89,6 +89,7 @@ from tests.support import specs
 from graftune.observe.memory import forget_peak, peak_resident_bytes, resident_bytes
 from graftune.runtime import Runtime
 from graftune.plan import Setup, libraries, rehearse
+from tests.support.real_rehearsal import rehearse_real
 from graftune.weights.placement import Placement
 from graftune.weights.synthetic import random_base
 
@@ -100,10 +101,10 @@ copies = libraries.copies_operand(torch.float32)
 setup = Setup(random_base(spec(), cpu), LoraConfig(), Runtime(cpu, torch.float32, ""), Placement("fp32", ""),
               Capacities(512, 4, 256, 128), copies=copies)
 # The first step reads in the code of torch's products, which is the process's and no plan's.
-rehearse(replace(setup, base=random_base(spec(layers=1, width=64, ffn=64, vocab=256), cpu)), real=True)
+rehearse_real(replace(setup, base=random_base(spec(layers=1, width=64, ffn=64, vocab=256), cpu)))
 planned = rehearse(setup).peak + resident_bytes()
 forget_peak()
-rehearse(setup, real=True)
+rehearse_real(setup)
 print(json.dumps([planned, peak_resident_bytes()]))
 """
 

@@ -12,7 +12,9 @@ questions about the device are asked here, and not of torch.cuda.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
@@ -95,6 +97,13 @@ def device_of(x: torch.Tensor) -> torch.device:
 def fused(x: torch.Tensor) -> bool:
     """Whether a Triton kernel computes it. An empty input launches no kernel."""
     return on_gpu(x) and x.numel() > 0
+
+
+def best(reference: ModuleType, x: torch.Tensor) -> Any:
+    """The module that computes x: the kernel.py beside the reference where a Triton kernel does, else the reference."""
+    if not fused(x):
+        return reference
+    return importlib.import_module(reference.__name__.removesuffix("reference") + "kernel")
 
 
 def augments(device: torch.device) -> bool:

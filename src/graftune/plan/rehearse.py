@@ -1,12 +1,12 @@
-"""A step is run for what it allocates: the real loading, forward, backward and update, on tensors without memory.
+"""Finds what a step allocates: runs the real loading, forward, backward and update on tensors without memory.
 
-So the plan cannot drift from the code: whoever saves a tensor more, or lets one go earlier, changes both. A formula
-from shapes, as others have it, is right on the day it is written.
+So the plan cannot drift from the code: a change that saves one more tensor, or frees one earlier, changes both. A
+formula from shapes, as other programs have it, is right only on the day it is written.
 
 Phases, as a run has them: load; evaluate, and answer prompts (eager); the first micro-step
 (eager, on the stream that captures it, algorithms are timed); on CUDA the same once more, as it is captured; the
 update. The peak is that of the worst phase. What a captured step holds for a moment stays in its graph's pool for good,
-so what is eager after that needs memory beside it.
+so eager work after that needs memory of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -34,7 +35,7 @@ from graftune.model.frozen import Augmented, RowSource
 from graftune.plan.cards import Card
 from graftune.plan.counting import Counting
 from graftune.plan.libraries import TAKEN, OnCpu, OnGpu
-from graftune.plan.tally import SCRATCH, Follow, LiveBytes, Tally
+from graftune.plan.tally import SCRATCH, LiveBytes, Tally
 from graftune.plan.unread_sources import unread
 from graftune.runtime import Runtime
 from graftune.session.parts import Parts
@@ -49,7 +50,7 @@ OWNERS = ("base", BUFFERS, "adapters", "gradients", "moments", SAVED, SCRATCH, L
 
 @dataclass(frozen=True)
 class Setup:
-    """All that a step's memory depends on."""
+    """Everything that the memory of a step depends on."""
 
     base: Base
     lora: LoraConfig
@@ -73,7 +74,7 @@ class Setup:
     card: Card | None = None
 
     def with_layers(self, layers: Sequence[int]) -> Setup:
-        """Of a model that is made of these layers; one may occur several times."""
+        """The same for a model that is made of these layers; one may occur several times."""
         stored: dict[int, dict[str, RowSource]] = {}
         tensors: dict[str, RowSource] = {}
         for name, source in self.base.tensors.items():
@@ -113,7 +114,7 @@ class Bytes:
 
     @property
     def pools(self) -> int:
-        """What is needed beyond the peak because a graph's pool serves nobody else."""
+        """What is needed beyond the peak because only its graph can use a graph's pool."""
         return max(0, self.after + self.captured + self.eager - self.peak) if self.captured else 0
 
     def extended(self, few: Bytes, more: Bytes, step: int, by: int) -> Bytes:
@@ -135,18 +136,13 @@ class Bytes:
         return Bytes(phases, **figures, without_rule=named)
 
 
-def rehearse(setup: Setup, *, real: bool = False, launched: Launched | None = None) -> Bytes:
-    """`real`: on real tensors, on a CPU, to check the other way against. `launched` is called for every Triton kernel
-    that would have been launched."""
+def rehearse(setup: Setup, *, launched: Launched | None = None) -> Bytes:
+    """What the setup takes. `launched` is called for every Triton kernel that would have been launched."""
     tally, kind = Tally(), setup.runtime.device.type
-    if real:
-        follow = Follow(tally)
-        with rehearsing(CountingRehearsal(Device(kind), tally, follow)), follow:
-            return _run(setup, tally)
     if kind != "cuda":
         mode = Counting(tally, kind, OnCpu(tally, setup.copies).before)
         with rehearsing(CountingRehearsal(Device(kind), tally, mode)), mode:
-            found = _run(setup, tally)
+            found = run_phases(setup, tally)
         return dataclasses.replace(found, without_rule=frozenset(mode.without_rule))
     assert setup.card is not None, "a plan for CUDA wants a card"
     try:
@@ -158,14 +154,14 @@ def rehearse(setup: Setup, *, real: bool = False, launched: Launched | None = No
         ) from None
     mode = Counting(tally, kind, OnGpu(tally).before)
     with rehearsing(CountingRehearsal(setup.card.device, tally, mode, launched)), mode:
-        found = _run(dataclasses.replace(setup, runtime=dataclasses.replace(setup.runtime, device=META)), tally)
+        found = run_phases(dataclasses.replace(setup, runtime=dataclasses.replace(setup.runtime, device=META)), tally)
     return dataclasses.replace(found, without_rule=frozenset(mode.without_rule))
 
 
 class CountingRehearsal(Rehearsal):
-    """Tells the code that is rehearsed what it asks, and enters in the tally what it is told."""
+    """Answers the rehearsed code, and enters the owners that it names in the tally. `mode` counts allocations."""
 
-    def __init__(self, device: Device, tally: Tally, mode: Counting | Follow, launched: Launched | None = None):
+    def __init__(self, device: Device, tally: Tally, mode: Any, launched: Launched | None = None):
         super().__init__(device, TAKEN, launched)
         self.tally, self.mode = tally, mode
 
@@ -194,7 +190,8 @@ def _reading_all() -> Iterator[None]:
         now.reads_all = False
 
 
-def _run(setup: Setup, tally: Tally) -> Bytes:
+def run_phases(setup: Setup, tally: Tally) -> Bytes:
+    """Run the phases of a training run, of which the tally counts what they allocate."""
     device, on_gpu = setup.runtime.device, launch.on_gpu(setup.runtime.device)
     holder = tally.of("cuda" if on_gpu else device.type)
     phases = _Phases(holder)
@@ -248,7 +245,7 @@ def _load(setup: Setup, tally: Tally) -> Parts:
 
 
 def _home(setup: Setup) -> Home | None:
-    """As session/opening.py has it, with ranks that say nothing."""
+    """Where fetched weights are kept, as in session/opening.py, with ranks that send nothing."""
     placement, device = setup.placement, setup.runtime.device
     if placement.ranks:
         return Shards(0, placement.ranks, lambda into, own: None, device, on_host=placement.on_host)

@@ -1,8 +1,8 @@
-"""Who holds how many bytes, while tensors come and go.
+"""Counts live bytes by owner while tensors are made and freed.
 
-A dispatch mode sees every operation of torch; a storage that was not there before is new, and a weak reference on it
-says when it goes. Live bytes are kept by owner, so that the moment of the peak can be split by owner too. Asking the
-allocator instead would need the device, and its peak has no owners.
+A dispatch mode (counting.py) sees every operation of torch; a storage that was not there before is new, and a weak
+reference on it says when it is freed. Live bytes are counted by owner, so that the moment of the peak can be split by
+owner too. Asking the allocator instead would need the device, and its peak has no owners.
 
 It counts as CUDA's caching allocator does (`block_bytes`), or on the host the bytes themselves.
 """
@@ -18,11 +18,10 @@ from typing import Any
 import torch
 
 from graftune.arithmetic import ceil_div
-from graftune.private import find, storage_id
+from graftune.private import storage_id
 
 MIB = 1 << 20
-_TorchDispatchMode: Any = find("torch.utils._python_dispatch.TorchDispatchMode")
-SCRATCH, MAPPED = "scratch", "mapped"  # what is mapped lies in a file's pages and takes nothing
+SCRATCH, MAPPED = "scratch", "mapped"  # mapped tensors lie in a file's pages and take no memory
 
 
 def block_bytes(size: int) -> int:
@@ -49,12 +48,13 @@ class LiveBytes:
             self.peak, self.at_peak = self.total, {name: held for name, held in self.live.items() if held}
 
     def begin_phase(self) -> None:
-        """Forget the peak so far: what comes is looked at by itself."""
+        """Forget the peak so far."""
         self.peak, self.at_peak = self.total, {name: held for name, held in self.live.items() if held}
 
 
 class Tally:
-    """Every storage that was made since it was opened. `owner` names whom those of a region of code belong to."""
+    """Every storage that was made since the tally was opened. `owner` names the owner of those made in a region of
+    code."""
 
     def __init__(self) -> None:
         self.holders: dict[str, LiveBytes] = {}
@@ -90,7 +90,7 @@ class Tally:
         return None if known is None else known[1]
 
     def give(self, owner: str, *tensors: torch.Tensor | None) -> None:
-        """These belong to somebody else from now on; what was not made here stays nobody's."""
+        """Change the owner of these tensors; one that was not made while counting is passed over."""
         for tensor in tensors:
             key = -1 if tensor is None else storage_id(tensor.untyped_storage())
             if key in self.known:
@@ -106,37 +106,10 @@ class Tally:
 
 
 def bare(mode: Any) -> Any:
-    """torch wraps a mode's method for the sake of its compiler, which is then imported: three seconds and 100 MiB for
-    nothing. This takes the wrapping off."""
+    """Remove the wrapper that torch puts around a mode's method for its compiler: it would import the compiler, which
+    takes three seconds and 100 MiB."""
     inner = vars(mode)["__torch_dispatch__"]
     while hasattr(inner, "__wrapped__"):
         inner = inner.__wrapped__
     mode.__torch_dispatch__ = inner
     return mode
-
-
-@bare
-class Follow(_TorchDispatchMode):
-    """Enters what operations on real tensors make: the judge of what is foretold for tensors without memory."""
-
-    def __init__(self, tally: Tally):
-        super().__init__()
-        self.tally = tally
-        self.off = False
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        before, self.off = self.off, True
-        try:
-            yield
-        finally:
-            self.off = before
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if self.off:
-            return made
-        for tensor in made if isinstance(made, (list, tuple)) else (made,):
-            if isinstance(tensor, torch.Tensor):
-                self.tally.see(tensor, tensor.device.type)
-        return made

@@ -27,13 +27,9 @@ def forward(
     The logits are the product times `factor`, soft-capped at `cap` where there is one."""
     assert labels.shape == x.shape[:1] and (scale is None or (scale.dim() == 0 and scale.dtype == torch.float32))
     assert weights is None or (weights.shape == labels.shape and weights.dtype == torch.float32)
-    if launch.fused(x):
-        from graftune.kernels.linear_cross_entropy import kernel
-
-        return kernel.forward(
-            x, head, labels, need_grad=need_grad, scale=scale, weights=weights, factor=factor, cap=cap
-        )
-    return reference.forward(x, head, labels, need_grad=need_grad, scale=scale, weights=weights, factor=factor, cap=cap)
+    return launch.best(reference, x).forward(
+        x, head, labels, need_grad=need_grad, scale=scale, weights=weights, factor=factor, cap=cap
+    )
 
 
 def log_probs(
@@ -41,8 +37,4 @@ def log_probs(
 ) -> torch.Tensor:
     """x [R, D], labels [R] -> log p(label) [R] in fp32, 0 where the label is -1; nothing is kept for a gradient."""
     assert labels.shape == x.shape[:1]
-    if launch.fused(x):
-        from graftune.kernels.linear_cross_entropy import kernel
-
-        return kernel.log_probs(x, head, labels, factor=factor, cap=cap)
-    return reference.log_probs(x, head, labels, factor=factor, cap=cap)
+    return launch.best(reference, x).log_probs(x, head, labels, factor=factor, cap=cap)

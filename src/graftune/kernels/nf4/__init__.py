@@ -65,12 +65,7 @@ def quantise_pieces(
 
 
 def _encode(values: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor) -> None:
-    if launch.fused(values):
-        from graftune.kernels.nf4 import kernel
-
-        kernel.encode(values, codes, absmax)
-    else:
-        reference.encode(values, codes, absmax)
+    launch.best(reference, values).encode(values, codes, absmax)
 
 
 @launch.operation("dequantise")
@@ -99,12 +94,7 @@ def dequantise(
 
 def _fill(nf4: Nf4, out: torch.Tensor, start: int) -> None:
     assert out.dtype in FLOATS.values() and out.device == nf4.device
-    if launch.fused(out):
-        from graftune.kernels.nf4 import kernel
-
-        kernel.dequantise(nf4, out, start)
-    else:
-        reference.dequantise(nf4, out, start)
+    launch.best(reference, out).dequantise(nf4, out, start)
 
 
 def gather(nf4: Nf4, ids: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

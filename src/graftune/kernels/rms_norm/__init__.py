@@ -23,22 +23,14 @@ def add_forward(
     y is overwritten by the sum; without y the sum is x itself, whose rows may then lie apart, too."""
     assert x.stride(1) == 1 and (y is None or (y.shape == x.shape and y.is_contiguous() and x.is_contiguous()))
     assert out.shape == x.shape and out.stride(1) == 1
-    if launch.fused(x):
-        from graftune.kernels.rms_norm import kernel
-
-        return kernel.add_forward(x, y, weight, eps, out)
-    return reference.add_forward(x, y, weight, eps, out)
+    return launch.best(reference, x).add_forward(x, y, weight, eps, out)
 
 
 @launch.operation("norm")
 def apply(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The norm of x [T, D] again, bit for bit, from the rstd [T] that the forward left."""
     assert x.is_contiguous() and rstd.shape == x.shape[:1]
-    if launch.fused(x):
-        from graftune.kernels.rms_norm import kernel
-
-        return kernel.apply(x, rstd, weight)
-    return reference.apply(x, rstd, weight)
+    return launch.best(reference, x).apply(x, rstd, weight)
 
 
 @launch.operation("norm")
@@ -55,8 +47,4 @@ def add_backward(
     there is an `out`. The rows of all may lie apart."""
     assert x.stride(1) == grad_y.stride(1) == 1 and (residual is None or residual.stride(1) == 1)
     assert out is None or (out.shape == x.shape and out.stride(1) == 1)
-    if launch.fused(x):
-        from graftune.kernels.rms_norm import kernel
-
-        return kernel.add_backward(grad_y, x, rstd, weight, residual, grad_weight, out)
-    return reference.add_backward(grad_y, x, rstd, weight, residual, grad_weight, out)
+    return launch.best(reference, x).add_backward(grad_y, x, rstd, weight, residual, grad_weight, out)

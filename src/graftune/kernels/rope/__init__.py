@@ -42,11 +42,8 @@ def finish_(
             rms_norm.add_forward(part, None, weight, eps, place)
         finish_(qkv, cos, sin, heads)
         return raw.unflatten(1, (-1, heads[2]))
-    if launch.fused(qkv):
-        from graftune.kernels.rope import kernel
-
-        return kernel.finish_(qkv, cos, sin, heads, bias, q_norm, k_norm, eps)
-    return reference.finish_(qkv, cos, sin, heads, bias=bias, q_norm=q_norm, k_norm=k_norm, eps=eps)
+    more = {"bias": bias, "q_norm": q_norm, "k_norm": k_norm, "eps": eps}
+    return launch.best(reference, qkv).finish_(qkv, cos, sin, heads, **more)
 
 
 @launch.operation("rope")
@@ -85,12 +82,7 @@ def finish_backward(
             rstd = torch.rsqrt(part.float().square().mean(1).add_(eps))
             rms_norm.add_backward(place, part, rstd, weight, None, grad_weight, place)
         return
-    if launch.fused(grad_qkv):
-        from graftune.kernels.rope import kernel
-
-        kernel.finish_backward(grads, grad_qkv, cos, sin, heads, raw, q_norm, k_norm, eps, grad_q_norm, grad_k_norm)
-        return
-    reference.finish_backward(
+    launch.best(reference, grad_qkv).finish_backward(
         grads,
         grad_qkv,
         cos,

@@ -18,12 +18,7 @@ __all__ = ["backward", "forward", "step_"]
 def forward(bcx: torch.Tensor, taps: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
     """Writes [T, D] to `out`."""
     _check(bcx, taps, positions, out)
-    if launch.fused(bcx):
-        from graftune.kernels.short_conv import kernel
-
-        kernel.forward(bcx, taps, positions, out)
-    else:
-        reference.forward(bcx, taps, positions, out)
+    launch.best(reference, bcx).forward(bcx, taps, positions, out)
 
 
 @launch.operation("convolution")

@@ -20,12 +20,7 @@ def forward(gate_up: torch.Tensor, act: torch.Tensor, kind: str = "silu") -> Non
     """Writes the activation [T, F] to `act`."""
     assert gate_up.shape == (len(act), 2 * act.shape[1]) and gate_up.stride(1) == act.stride(1) == 1
     assert kind in KINDS, kind
-    if launch.fused(gate_up):
-        from graftune.kernels.swiglu import kernel
-
-        kernel.forward(gate_up, act, kind)
-    else:
-        reference.forward(gate_up, act, kind)
+    launch.best(reference, gate_up).forward(gate_up, act, kind)
 
 
 @launch.operation("gated unit")
