@@ -1,7 +1,7 @@
 """The one collective of an optimizer step: the flat gradients, and the step's sums behind them, added up over ranks.
 
-All that trains lies in one buffer, so one all-reduce is all there is to do; buckets and hooks, as a list of parameters
-needs them, are not. Over NCCL it is a node of the captured update. Gloo works on the host: there it runs between the
+All trainable weights are in one buffer, so one all-reduce is enough, without the buckets and hooks that a list of
+parameters needs. Over NCCL it is a node of the captured update. Gloo works on the host: there it runs between the
 graphs, and the host waits for it.
 """
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from graftune.dist.world import World
 
 
-class Reduce:
+class GradientReduce:
     """Adds a flat buffer up over all ranks, in place: every rank ends with the same bits."""
 
     def __init__(self, world: World):

@@ -1,14 +1,14 @@
-"""A frozen base in equal parts on all ranks: a home of model/bundles.py whose bundles are gathered when they are used.
+"""A frozen base sharded over all ranks: a home of model/bundles.py whose bundles are gathered when they are used.
 
-Of every bundle each rank keeps one part, and an all-gather brings the whole into the buffer: one collective
-a block, forward and backward, and no other. A frozen weight has no gradient to scatter and no state, so nothing here
-knows what the bytes mean: 4-bit codes and their scales are gathered as bytes. (FSDP2 makes a DTensor of every
-parameter; quantised ones lose their state in it.)
+Each rank keeps one part of every bundle, and an all-gather brings the whole into the buffer: one collective per block,
+forward and backward. A frozen weight has no gradient to scatter and no state, so the code need not know what the bytes
+mean: 4-bit codes and their scales are gathered as bytes. (FSDP2 makes a DTensor of every parameter; quantised ones lose
+their state in it.)
 
-The file is read once by all ranks together, too: each reads its rows of a piece, and the others' come over the link
-(`Reading`). So loading makes the same values, to the bit, as on one rank, whatever the weight is quantised to.
+The file is also read once by all ranks together: each reads its rows of a piece, and receives the others' rows over the
+link (`RankReading`). So loading makes the same values, to the bit, as on one rank, however the weight is quantised.
 
-With `on_host` a rank's parts lie in pinned host memory: a node then holds the base once, and each GPU's own link
+With `on_host` a rank's parts are in pinned host memory: a node then holds the base once, and each GPU's own link
 carries only its part of it.
 """
 
@@ -30,7 +30,7 @@ Gather = Callable[[torch.Tensor, torch.Tensor], object]  # into [size * n], a ra
 
 
 class RankReading:
-    """A file read by all ranks together."""
+    """Reads a file on all ranks together."""
 
     def __init__(self, rank: int, size: int, gather: Gather, device: torch.device):
         self.rank, self.size, self.device, self._gather = rank, size, device, gather
@@ -43,7 +43,7 @@ class RankReading:
 
 
 class Shards:
-    """`gather` is the collective; a plan, which has no ranks to talk to, gives one that does nothing."""
+    """`gather` is the collective; a plan, which has no other ranks, gives one that does nothing."""
 
     def __init__(self, rank: int, size: int, gather: Gather, device: torch.device, *, on_host: bool = False):
         self.rank, self.size, self._gather, self.device = rank, size, gather, device
@@ -72,8 +72,8 @@ class Shards:
 
 
 def shards_of(world: World, device: torch.device, *, on_host: bool = False) -> Shards:
-    """Over the group that `world` has for tensors on the device."""
-    # torch 2.13's name; before that there is the other one alone.
+    """Shards that are gathered over the group of `world` for tensors on the device."""
+    # torch 2.13 has a new name for it, and warns of the old one.
     collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
     def gather(into: torch.Tensor, own: torch.Tensor) -> None:

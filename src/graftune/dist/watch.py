@@ -1,17 +1,17 @@
-"""A thread that keeps an eye on a run of several ranks, and ends it when it cannot go on.
+"""A thread that watches a run of several ranks, and ends it when it cannot go on.
 
-NCCL's own watchdog does not see collectives that are replayed from a CUDA graph, and a process that waits in one answers
-no signal. So every rank's thread writes a pulse to the store (what it is doing, which step it has begun); rank 0 reads
-all of them, the others read rank 0's. What ends a run:
+NCCL's own watchdog does not see collectives that are replayed from a CUDA graph, and a process that waits in one does
+not react to signals. So every rank's thread writes a pulse to the store (what it is doing, which step it has begun); rank 0 reads
+all of them, the others read rank 0's. A run is ended by:
 
-    a fault     a rank says what is wrong with it, before it goes
+    a fault     a rank reports what is wrong before it ends
     silence     a rank's pulse has stopped: it was killed, stopped or cut off
     a deadline  the oldest step that was begun does not finish, although every rank answers
-    no store    it lies in rank 0's process, or with the launcher, and either may be stopped or cut off: a call of it then
-                waits for ever, which a second thread notices
+    no store    the store is in rank 0's process, or in the launcher's, and either may be stopped or cut off: a call of
+                it then never returns, which a second thread notices
 
-Whichever it is, one rank tells it in one sentence, and every process ends with the same exit code, by `os._exit`: the
-main thread may be waiting for a device that never answers.
+In each case one rank prints one sentence, and every process ends with the same exit code, by `os._exit`: the main
+thread may be waiting for a device that never answers.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from graftune.ranks import Ranks
 BEAT = 0.5  # seconds between two pulses; more where there are hundreds of ranks
 QUIET_STEPPING, QUIET = 15.0, 30.0  # seconds without a pulse; an import or a sort may hold Python's lock for long
 QUIET_SUSPECT = 3.0  # after a connection broke
-STOPPED = 2.0  # seconds more than a beat between two looks: this process was stopped meanwhile
+STOPPED = 2.0  # if a beat takes so many seconds longer, this process was stopped meanwhile
 SLACK = 3.0  # a step may take so many times as long as the longest before it, whatever the deadline
-LINGER = 3.0  # seconds for all ranks to hear of a fault before the first one goes, and the launcher ends the rest
+LINGER = 3.0  # seconds for all ranks to read a fault before the first one ends, and the launcher ends the rest
 BUG, MISTAKE = 1, 2  # exit codes
 
 
@@ -73,13 +73,13 @@ class Watch:
             thread.start()
 
     def stop(self) -> None:
-        """The run is over, and this rank with it: its silence means nothing from here on."""
+        """The run is over: the silence of this rank means nothing from here on."""
         if self._store is not None and not self._over.is_set():
             self._over.set()
             with suppress(RuntimeError):  # the store may have gone with rank 0
                 self._store.set(f"over/{self.ranks.rank}", "1")
 
-    # What the main thread tells
+    # Called by the main thread
 
     def begin(self, step: int) -> None:
         """A step is about to be sent."""
@@ -104,12 +104,12 @@ class Watch:
             self.doing = before
 
     def fail(self, text: str, code: int = MISTAKE) -> None:
-        """Tell everybody, and end. Does not return."""
+        """Report a fault to all ranks, and end. Does not return."""
         self._post(text, code)
         self._end(text, code, speaks=False)
 
     def lost(self, error: Exception) -> None:
-        """A collective failed: somebody is gone, and the pulses will tell who. Does not return."""
+        """A collective failed because a rank is gone; the pulses show which one. Does not return."""
         with suppress(RuntimeError):
             self._store.set("suspect", "1")
         time.sleep(max(QUIET_SUSPECT, 4 * self._beat) + 6 * self._beat)  # so that the pulses come first
@@ -119,12 +119,12 @@ class Watch:
     # The threads
 
     def _watch_store(self) -> None:
-        """Counted in beats: a process that was stopped itself must not blame the store for that time."""
+        """Counts in beats: time for which this process was stopped is not the store's fault."""
         looks, beats = -1, 0
         while not self._over.wait(BEAT):
             looks, beats = self._looks, beats + 1 if looks == self._looks else 0
             limit = min(QUIET_STEPPING, self.deadline or QUIET_STEPPING) + self._beat
-            if self._ending.locked():  # all ranks are given time to hear of it
+            if self._ending.locked():  # all ranks are given time to read the fault
                 limit += 2 * LINGER
             if beats * BEAT > limit:
                 where = f"the rendezvous at {self.ranks.host}:{self.ranks.port}" if self.ranks.agent_store else "rank 0"
@@ -146,8 +146,7 @@ class Watch:
                     self._end(f"rank {self.ranks.rank} has lost the rendezvous ({_brief(error)})", BUG, speaks=True)
 
     def _leave_out(self, seconds: float) -> None:
-        """This process was stopped, and the others with it, if a scheduler suspended the job: their silence meanwhile
-        means nothing."""
+        """Ignore the silence of ranks while this process was stopped: a scheduler may have suspended the whole job."""
         self._pulses = {rank: (pulse, at + seconds) for rank, (pulse, at) in self._pulses.items()}
         self._since += seconds
 
@@ -168,7 +167,7 @@ class Watch:
         self._store.set(f"pulse/{self.ranks.rank}", pulse)
 
     def _listen(self, other: int, suspect: bool) -> None:
-        """Whether that rank's pulse goes on."""
+        """Check that another rank's pulse goes on."""
         store, now = self._store, time.monotonic()
         if not store.check([f"pulse/{other}"]):
             return
@@ -188,7 +187,7 @@ class Watch:
         if self._begun <= self._done or not self._steps_done or not self.deadline:
             return
         lead = self._pulses.get(0)
-        if (lead is not None and lead[0][3]) or self.doing:  # somebody writes or answers: all wait for that
+        if (lead is not None and lead[0][3]) or self.doing:  # a rank writes or answers: all wait for that
             self._since = now
             return
         allowed = max(self.deadline, SLACK * self._longest)
@@ -196,8 +195,8 @@ class Watch:
             self._overdue(self._hung(allowed))
 
     def _hung(self, seconds: float) -> str:
-        """By all pulses, since a rank whose main thread hangs has not heard how far the others came: what is finished on
-        one of them is finished, and the step behind it is the one that all wait for."""
+        """Which step hangs, and on which ranks. Read from all pulses: a step that is finished on one rank is finished,
+        and all wait for the next one."""
         store, ranks = self._store, range(self.ranks.size)
         known = {rank: json.loads(store.get(f"pulse/{rank}")) for rank in ranks if store.check([f"pulse/{rank}"])}
         step = 1 + max(self._done, *(done for _, _, done, _ in known.values()))
@@ -216,12 +215,13 @@ class Watch:
     # The end
 
     def _post(self, text: str, code: int) -> None:
-        """The first fault is the one that is told."""
+        """Store a fault, unless there is one already: the first one is printed."""
         with suppress(RuntimeError):
             self._store.compare_set("fault", "", json.dumps({"text": text, "code": code}))
 
     def _end(self, text: str, code: int, *, speaks: bool) -> None:
-        """Does not return. `speaks`: at once; else if nobody has within LINGER seconds."""
+        """Print the fault and end; does not return. `speaks`: print it at once, not only if no other rank has within
+        LINGER seconds."""
         if not self._ending.acquire(blocking=False):
             while True:  # the other thread of this process ends it
                 time.sleep(1)
@@ -249,7 +249,7 @@ class Watch:
         os._exit(code)
 
     def _tell(self, text: str) -> None:
-        """Once, by whoever comes first."""
+        """Print the fault, if no rank has printed it yet."""
         if self._told:
             return
         self._told = True
@@ -271,7 +271,7 @@ class Watch:
             time.sleep(0.05)
 
     def _count(self, name: str, more: int = 0) -> int:
-        """Of ranks that have heard of the fault, or seen that it was told."""
+        """The number of ranks that have read the fault, or seen that it was printed."""
         try:
             return int(self._store.add(name, more))
         except RuntimeError:

@@ -1,9 +1,9 @@
-"""The processes of one run, and how they talk.
+"""The processes of one run, and how they communicate.
 
-Two groups. `group` carries tensors of a step, over NCCL where every rank has a CUDA device of its own and over gloo
-elsewhere; `host` carries what the hosts have to agree on, over gloo, as JSON. Pickled objects, which torch would send,
-are never read here. Before any of it the ranks meet in a key-value store: that is where a rank which is missing, came
-twice or runs another version can still be named, since no collective would tell.
+There are two groups. `group` carries the tensors of a step, over NCCL where every rank has a CUDA device of its own and
+over gloo elsewhere; `host` carries what the hosts have to agree on, over gloo, as JSON. Pickled objects, which torch
+would send, are never read here. Before that the ranks meet in a key-value store: there a rank that is missing, came
+twice or runs another version can be named, which no collective could do.
 
 Importing torch has imported torch.distributed already; a run of one process makes no group and opens no socket.
 """
@@ -26,8 +26,8 @@ from graftune import __version__
 from graftune.errors import GraftuneError
 from graftune.ranks import Ranks, Share
 
-JOIN_SECONDS = 300.0  # until every rank has to be there
-# The watch sees a rank that is gone; a collective's own time limit would end a run in which rank 0 writes for long.
+JOIN_SECONDS = 300.0  # within which every rank has to join
+# The watch notices a rank that is gone; a collective's own time limit would end a run while rank 0 writes for long.
 HOST_SECONDS = DEVICE_SECONDS = 86400.0
 POLL_SECONDS = 0.05
 
@@ -46,7 +46,7 @@ class World:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, which speaks and owns the files."""
+        """Whether this is rank 0, which prints and writes the files."""
         return self.rank == 0
 
     @property
@@ -65,7 +65,7 @@ class World:
         return self.backend == "nccl"
 
     def attach(self, device: torch.device) -> None:
-        """The group for tensors on `device`. All ranks call it."""
+        """Make the group for tensors on `device`. All ranks call it."""
         if self._group is not None:
             return
         name = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else str(device)
@@ -104,7 +104,7 @@ class World:
         return [json.loads(bytes(one[:count].numpy())) for one, count in zip(found, counts, strict=True)]
 
     def from_lead(self, value: Any = None) -> Any:
-        """Rank 0's value; what the others give is not looked at."""
+        """Rank 0's value; the others' values are ignored."""
         written = json.dumps(value).encode() if self.leads else b""
         size = torch.tensor([len(written)])
         dist.broadcast(size, 0, group=self.host)
@@ -113,16 +113,16 @@ class World:
         return json.loads(bytes(held.numpy()))
 
     def spread(self, tensor: torch.Tensor) -> None:
-        """Rank 0's content of the tensor, on every rank."""
+        """Copy rank 0's content of the tensor to every rank."""
         dist.broadcast(tensor, 0, group=self.group)
 
     def wait(self) -> None:
-        """Until every rank is here."""
+        """Wait until every rank is here."""
         dist.barrier(group=self.host)
 
     def in_turn(self, work: Callable[[], Made]) -> Made:
-        """`work` on every rank, on rank 0 first, then on the first rank of every other machine, then on the rest: what
-        one of them leaves in a cache the next ones find, and none of them makes it beside another."""
+        """Do `work` on rank 0 first, then on the first rank of every other machine, then on the rest: later ranks find
+        what one of them leaves in a cache, and no two of a machine make it at once."""
         mine = 0 if self.leads else 1 if not self.local_rank else 2
         made: list[Made] = []
         for turn in range(1 + max(self.gather(mine))):
@@ -132,13 +132,13 @@ class World:
         return made[0]
 
     def leave(self) -> None:
-        """End the groups. Not a collective: a rank that is late may still be writing."""
+        """End the groups. This is no collective: a late rank may still be writing."""
         dist.destroy_process_group()
         self._group = None
 
 
 def join(ranks: Ranks, store: dist.Store | None = None, attempt: int = 1, *, seconds: float = 0.0) -> World:
-    """Meet the others, make sure that all of them fit together, and make the host's group."""
+    """Meet the other ranks, check that all of them fit together, and make the host's group."""
     seconds = seconds or JOIN_SECONDS
     if store is None:
         store, attempt = connect(ranks, seconds)
@@ -156,7 +156,7 @@ def join(ranks: Ranks, store: dist.Store | None = None, attempt: int = 1, *, sec
 
 
 def connect(ranks: Ranks, seconds: float = 0.0) -> tuple[dist.Store, int]:
-    """The store where the launcher says, under the number of this start: a restart finds nothing of the last one."""
+    """The launcher's store, under the number of this start: a restart finds no keys of the last one."""
     seconds = seconds or JOIN_SECONDS
     try:
         store = dist.TCPStore(
@@ -178,8 +178,8 @@ def connect(ranks: Ranks, seconds: float = 0.0) -> tuple[dist.Store, int]:
 
 
 def _attempt(ranks: Ranks, store: dist.Store, seconds: float) -> int:
-    """Which start of the ranks this is. Rank 0 counts, and tells every rank that knocks (`_admit`): torchrun's agents
-    keep the store over restarts, and each counts only the restarts that its own processes caused."""
+    """The number of this start of the ranks. Rank 0 counts, and answers every rank that asks (`_admit`): torchrun's
+    agents keep the store over restarts, and each counts only the restarts that its own processes caused."""
     if ranks.leads:
         return int(store.add("graftune/attempts", 1))
     answer = f"graftune/answer/{ranks.rank}/{store.add(f'graftune/knocks/{ranks.rank}', 1)}"
@@ -196,7 +196,7 @@ def _attempt(ranks: Ranks, store: dist.Store, seconds: float) -> int:
 
 
 def _admit(store: dist.Store, rank: int, attempt: int, answered: dict[int, int]) -> None:
-    """Answer every knock of this rank that was not answered yet. Some may be those of processes that are gone."""
+    """Answer every request of this rank that was not answered yet. Some may be from processes that are gone."""
     knocks = int(store.add(f"graftune/knocks/{rank}", 0))
     for number in range(answered.get(rank, 0) + 1, knocks + 1):
         store.set(f"graftune/answer/{rank}/{number}", str(attempt))
@@ -204,13 +204,12 @@ def _admit(store: dist.Store, rank: int, attempt: int, answered: dict[int, int])
 
 
 def _meet(ranks: Ranks, store: dist.Store, attempt: int, seconds: float) -> None:
-    """Every rank there once, of one size and one version. What does not fit is refused by all of them."""
+    """Wait until every rank is here, once, with the same size and versions. All ranks refuse one that differs."""
     if store.add(f"seats/{ranks.rank}", 1) > 1:
         raise GraftuneError(
             f"two processes say that they are rank {ranks.rank}", fix="give every process a rank of its own"
         )
-    mine = _card(ranks)
-    store.set(f"here/{ranks.rank}", json.dumps(mine))
+    store.set(f"here/{ranks.rank}", json.dumps(_facts(ranks)))
     missing, limit = list(range(ranks.size)), time.monotonic() + seconds
     whole, answered = store.underlying_store if ranks.leads else store, dict[int, int]()
     while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:
@@ -226,17 +225,17 @@ def _meet(ranks: Ranks, store: dist.Store, attempt: int, seconds: float) -> None
         time.sleep(POLL_SECONDS)
     lead = json.loads(store.get("here/0"))
     for rank in range(1, ranks.size):
-        card = json.loads(store.get(f"here/{rank}"))
+        facts = json.loads(store.get(f"here/{rank}"))
         for name, value in lead.items():
-            if card.get(name) != value:
+            if facts.get(name) != value:
                 raise GraftuneError(
-                    f"{name} is {card.get(name)} on rank {rank} and {value} on rank 0",
+                    f"{name} is {facts.get(name)} on rank {rank} and {value} on rank 0",
                     fix="start all ranks in the same environment",
                 )
 
 
-def _card(ranks: Ranks) -> dict[str, Any]:
-    """What has to be the same on every rank."""
+def _facts(ranks: Ranks) -> dict[str, Any]:
+    """Facts that must be the same on every rank."""
     return {
         "the number of ranks": ranks.size,
         "graftune's version": __version__,
@@ -246,7 +245,7 @@ def _card(ranks: Ranks) -> dict[str, Any]:
 
 
 def is_broken(error: Exception) -> bool:
-    """Whether a collective failed because somebody is gone."""
+    """Whether a collective failed because a rank is gone."""
     text = str(error)
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "NCCL", "Connection", "Broken pipe"))

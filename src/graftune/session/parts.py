@@ -18,7 +18,7 @@ import torch
 from graftune.batch import BatchLayout, Example
 from graftune.data.loader import Loader
 from graftune.data.pack import Capacities
-from graftune.dist.reduce import Reduce
+from graftune.dist.reduce import GradientReduce
 from graftune.dist.world import World
 from graftune.errors import GraftuneError
 from graftune.infer.cache import CacheSize
@@ -193,7 +193,7 @@ class Parts:
             eager_backend=self.eager_attention,
             loss=self.loss,
             tuned=self.captured and not config.train.deterministic,  # nothing may depend on timing then
-            reduce=None if self.world is None else Reduce(self.world),
+            reduce=None if self.world is None else GradientReduce(self.world),
             start=self.start_of(self.loss),
         )
 
