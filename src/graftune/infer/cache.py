@@ -1,4 +1,4 @@
-"""The past of every layer, kept while text is generated: each layer's mixer says what that is.
+"""The past of every layer, kept while text is generated. Each layer's mixer makes its own cache.
 
 Prompts of different lengths are prefilled packed, as in training, so that no padding is computed; then every sequence
 gets one new token a pass.
@@ -16,7 +16,7 @@ from graftune.model.spec import ModelSpec
 
 
 class CacheSize(NamedTuple):
-    """What a cache takes of memory, as the mixers say: a state per sequence, and keys and values per token."""
+    """The bytes of a cache, from the mixers: a state per sequence, and keys and values per token."""
 
     per_sequence: int
     per_token: int

@@ -1,4 +1,4 @@
-"""Text from a decoder: prefill the prompts packed, then one token a sequence at a time over the cache.
+"""Text from a decoder: prefill the packed prompts, then one token per sequence at a time over the cache.
 
 Several prompts run together, so that a weight is read once for all of them; a sequence leaves when it ends. On CUDA the
 step to the next token is captured in a graph: launched kernel by kernel it would wait for the host most of the time.
@@ -110,7 +110,7 @@ class TokenStep:
     """One more token of every sequence that goes on: [S] tokens to [S, V] logits.
 
     With `fixed` the step keeps the shape it has at first, and on CUDA is replayed from a graph from its second call on:
-    sequences that have ended are computed on, and nobody reads them. Otherwise they leave the cache.
+    ended sequences are still computed, and their tokens are ignored. Otherwise they leave the cache.
     """
 
     def __init__(self, decoder: Decoder, cache: Cache, *, adapted: bool = True, fixed: bool = False):
@@ -131,7 +131,7 @@ class TokenStep:
         if self.fixed is None or self.replayed is None:
             return _step(self.decoder, chosen, self.cache, self.adapted)
         self.fixed.tokens.index_copy_(0, self.rows, chosen)
-        self.decoder.bundles.restore_first_blocks()  # somebody may have trained or evaluated since the last token
+        self.decoder.bundles.restore_first_blocks()  # training or evaluation may have run since the last token
         self.replayed()
         logits = self.fixed.logits
         assert logits is not None
@@ -139,7 +139,7 @@ class TokenStep:
 
 
 class FixedStep:
-    """The same from one buffer into another, as a graph wants it."""
+    """The same from one fixed buffer into another, so that it can be captured in a graph."""
 
     def __init__(self, decoder: Decoder, cache: Cache, adapted: bool):
         self.decoder, self.cache, self.adapted = decoder, cache, adapted

@@ -1,7 +1,7 @@
 """Frozen weights that are on the device only while they are used: two buffers that the blocks take in turn.
 
 A bundle is the frozen weights of one block, or of the embedding, or of the head, as one flat run of bytes. Its home,
-where the bytes lie for good, is host memory (`HostMemory`) or all ranks together (dist/shard.py); weights in 4 bits
+where the bytes stay, is host memory (`HostMemory`) or all ranks together (dist/shard.py); weights in 4 bits
 travel as 4 bits. Block i always uses buffer i % 2, so each of its weights is a view with a fixed address: kernels know
 nothing of bundles, and passes are captured in graphs like any other.
 
@@ -60,7 +60,7 @@ class Reading(Protocol):
 
 
 class Home(Protocol):
-    """Where the bytes of bundles lie for good."""
+    """Where the bytes of bundles stay."""
 
     @property
     def reading(self) -> Reading | None:
@@ -116,7 +116,7 @@ class Residents:
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor lies in its bundle."""
+    """The position of a tensor in its bundle."""
 
     start: int
     shape: torch.Size

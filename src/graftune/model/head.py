@@ -25,7 +25,7 @@ class NewRows:
 
     value: torch.Tensor  # [added, D], compute dtype
     grad: torch.Tensor  # fp32
-    start: torch.Tensor  # what they were before training: the base's rows, as far as it has any
+    start: torch.Tensor  # their values before training
 
 
 @dataclass

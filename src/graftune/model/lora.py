@@ -110,7 +110,7 @@ def _place_adapters(place: _Layout, spec: ModelSpec, config: LoraConfig) -> None
 
 
 def _place_everything(place: _Layout, spec: ModelSpec) -> None:
-    """By the names the base has. Projections that share an input lie together: one product serves them."""
+    """By the names the base has. Projections that share an input are neighbours: one product serves them."""
     place("embed_tokens.weight", (spec.vocab, spec.width), -1, True)
     weights = {index: layer.weights for index, layer in enumerate(spec.layers)}
     for layer, found in weights.items():

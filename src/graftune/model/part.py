@@ -64,7 +64,7 @@ class PartSpec:
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of everything that adapters may lie on."""
+        """(out, in) of everything that adapters may be attached to."""
         raise NotImplementedError
 
     @property

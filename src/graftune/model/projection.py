@@ -8,7 +8,7 @@ into which the adapters are copied whenever they change,
     [   A  |     ]  n           backward  dX = [dY | g] [W ; A]       g = s dY B
 
 so that the adapters' share costs no pass of its own over y or dX: the products are a few columns deeper, and that is
-all. For this, whoever writes x or dY writes into `input_buffer` or `grad_buffer`, which have adapter columns for h and
+all. For this, the code that writes x or dY uses `input_buffer` or `grad_buffer`, which have adapter columns for h and
 g. (A `wide` y has them too, so that its gradient can overwrite it.) Elsewhere (on a CPU, for weights still in the file,
 and in the backward with dropout) the adapters' share is a product of its own, and buffers have no adapter columns.
 
@@ -122,8 +122,8 @@ class Projection:
         return grad, act, None
 
     def _act_buffers(self, grad_act: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """For `act_backward`'s results. The kernels go value by value, so with them these lie where gate_up, a wide
-        product of ours, and grad_act did."""
+        """For `act_backward`'s results. The kernels work value by value, so they overwrite gate_up, a wide product
+        of ours, and grad_act."""
         if launch.fused(gate_up):
             return gate_up, grad_act
         return self.grad_buffer(gate_up, len(gate_up)), torch.empty_like(grad_act)

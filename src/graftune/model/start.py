@@ -1,4 +1,4 @@
-"""What trains, as it was when the run began: the reference of a loss that goes on from an adapter.
+"""A snapshot of the trained weights at the start of the run: the reference of a loss that continues an adapter.
 
 Held are two flat fp32 buffers beside the arena's: the values of the start, and a place for today's while a forward pass
 reads the start's. Products read views into the arena and copies of it beside the weights, whose addresses a captured
@@ -23,12 +23,12 @@ class Start:
         self.values, self.aside = torch.zeros_like(arena.weights), torch.zeros_like(arena.weights)
 
     def take(self) -> None:
-        """Now is the start."""
+        """Take the snapshot."""
         self.values.copy_(self.arena.weights)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Passes compute with the values of the start meanwhile. Nothing may train in between."""
+        """Passes inside the context use the values of the start. No update may run in between."""
         self.aside.copy_(self.arena.weights)
         self._set(self.values)
         try:

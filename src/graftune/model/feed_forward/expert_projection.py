@@ -36,7 +36,7 @@ class ExpertWeights(Protocol):
 
 
 class Several:
-    """A weight for each expert, wherever it lies: only those with rows are read. For CPUs."""
+    """A weight for each expert; only those with rows are read. For CPUs."""
 
     def __init__(self, weights: Sequence[Frozen]):
         self.weights, self.kind = list(weights), weights[0].kind
@@ -60,7 +60,7 @@ class Several:
 
 
 class Stacked:
-    """All experts' rows one behind the other in one weight [E out, in] on a GPU: resident, or dequantised together into
+    """All experts' rows concatenated in one weight [E out, in] on a GPU: resident, or dequantised together into
     the scratch for each product (a micro-batch of training reaches nearly all of them)."""
 
     def __init__(self, weight: Augmented, experts: int):

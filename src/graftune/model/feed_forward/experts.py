@@ -1,16 +1,16 @@
-"""A mixture of experts: a router picks k of E small MLPs for each token and weighs what they say.
+"""A mixture of experts: a router picks k of E small MLPs for each token and adds up their weighted outputs.
 
     p = softmax(n R')         chosen, v = the k largest of p        w = v, or v / sum(v)
     out[t] = sum over j of w[t, j] * expert[chosen[t, j]](n[t])     n: the normed stream
 
-Every choice becomes a row; rows are sorted by expert, so that each expert's lie together and its product is one over
-neighbouring rows (kernels/experts). S = T k rows there always are, whatever the router says: shapes never depend on
+Every choice becomes a row; rows are sorted by expert, so that each expert's are neighbours and its product is one over
+neighbouring rows (kernels/experts). There are always S = T k rows, whatever the router picks: shapes never depend on
 data, on a GPU no count goes to the host, and the step is captured like any other. (The usual loop over the experts that
 were hit asks the device how many rows each has: a wait a layer. Giving every expert a fixed capacity avoids the wait
 and drops tokens.)
 
 The experts' gate and up are one product with one adapter, as transformers holds them and PEFT adapts them: A [E, R, D]
-and B [E, 2F, R]. The router is frozen; its gradient goes on to the stream. What an expert said is not kept for it,
+and B [E, 2F, R]. The router is frozen; its gradient goes on to the stream. An expert's output is not saved for it,
 since <dy, act W'> = <dy W, act>: the way back through `down` is taken before the row is weighed, and its product with
 the activation is the weight's gradient.
 
@@ -153,7 +153,7 @@ class Experts(FeedForward[ExpertsSaved]):
     down: ExpertProjection
 
     def route(self, normed: torch.Tensor) -> Routed:
-        """In fp32, so that the choice does not hang on how logits were rounded."""
+        """In fp32, so that the choice does not depend on how logits were rounded."""
         spans.operation("router")
         probs = torch.softmax(normed.float() @ self.router.t(), 1)
         weights, chosen = probs.topk(self.chosen, 1)
@@ -171,9 +171,9 @@ class Experts(FeedForward[ExpertsSaved]):
         normed = entry.tensor()
         routed = self.route(normed)
         gate_up, h_gate_up = self._first(normed, routed, ctx)
-        said, h_down = self.down.forward(self._act(gate_up), routed.starts, ctx.adapted)
+        expert_out, h_down = self.down.forward(self._act(gate_up), routed.starts, ctx.adapted)
         spans.operation("sum of experts")
-        return _weighed(said, routed), ExpertsSaved(gate_up, h_gate_up, h_down, routed)
+        return _weighted_sum(expert_out, routed), ExpertsSaved(gate_up, h_gate_up, h_down, routed)
 
     def recompute(self, entry: PartInput, ctx: PassContext) -> ExpertsSaved:
         normed = entry.tensor()
@@ -252,7 +252,7 @@ def _by_row(values: torch.Tensor, routed: Routed) -> torch.Tensor:
     return torch.empty_like(values).view(-1).scatter_(0, routed.places.flatten(), values.flatten())
 
 
-def _weighed(said: torch.Tensor, routed: Routed) -> torch.Tensor:
+def _weighted_sum(expert_out: torch.Tensor, routed: Routed) -> torch.Tensor:
     """[S, D] -> [T, D]: each token's rows, weighed and added in the order of its choices."""
-    mine = said.index_select(0, routed.places.flatten()).view(*routed.places.shape, -1)
-    return torch.einsum("tk,tkd->td", routed.weights.to(said.dtype), mine)
+    chosen = expert_out.index_select(0, routed.places.flatten()).view(*routed.places.shape, -1)
+    return torch.einsum("tk,tkd->td", routed.weights.to(expert_out.dtype), chosen)

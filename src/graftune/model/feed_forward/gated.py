@@ -1,7 +1,7 @@
 """The gated MLP: down(act(gate(x)) * up(x)), gate and up as one product.
 
-The backward keeps that product, the largest of all that is saved, and makes the activation again. Its gradient takes
-its place. Under `selective` the product itself is made again.
+The backward keeps that product, the largest saved tensor, and recomputes the activation. Its gradient overwrites it.
+Under `selective` the product itself is recomputed.
 
 Legend: T tokens, D width, F feed-forward width.
 """

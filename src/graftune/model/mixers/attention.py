@@ -1,7 +1,7 @@
 """Causal attention over the documents of a pass: qkv as one product, bias, q and k norms and rope in one kernel, o.
 
 The backward keeps qkv as rotated in place and attention's output; the rotation is undone without its input. Gradients
-of weights that nothing waits for run beside attention's backward, whose kernels leave much of the chip idle.
+of weights that nothing waits for run beside attention's backward, whose kernels leave much of the GPU idle.
 
 Legend: T tokens, D width, N heads, K key heads, H head width, S sequences.
 """
@@ -212,7 +212,7 @@ class Attention(Mixer[AttentionSaved]):
             backend, self.score_cap,
         )  # fmt: skip
         del grad_mixed
-        if grad_qkv is None:  # only now: it need not lie beside attention's own memory
+        if grad_qkv is None:  # only now: attention's own memory is free again
             grad_qkv = self.qkv.grad_buffer(read.x, len(read.x))
         tables, ready = ctx.tables[self.rope], None
         if need_input and self.q_norm is None:

@@ -2,7 +2,7 @@
 
     B, C, x = in(n)        out(C * conv(B * x))        n: the normed stream; conv: depthwise, a few taps a column
 
-The convolution begins anew in every document. The backward keeps the product of `in` alone and makes the rest again.
+The convolution restarts in every document. The backward keeps only the product of `in` and recomputes the rest.
 Generation keeps the last values that the taps still reach.
 
 Legend: T tokens, D width, K taps, S sequences.

@@ -1,5 +1,4 @@
-"""What a kind of layer says of itself, for a kind that nobody here has: how its tensors are stored and how they start,
-and what its layers leave each other."""
+"""A kind of layer that no family here has: how its tensors are stored and initialised, and what its layers share."""
 
 from __future__ import annotations
 
@@ -91,10 +90,10 @@ def test_its_norms_and_shapes_are_stored_as_it_says() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_a_layer_leaves_something_for_later_ones(
+def test_a_layer_stores_something_for_later_layers(
     recompute: str, tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is there in the forward and in the backward of its own pass, and the reference's pass has its own."""
+    """It is there in the forward and the backward of its own pass; the pass of the reference has its own."""
     forward, backward, told, passes = Attention.forward, Attention.backward, list[int](), dict[int, bool]()
 
     def leaving(self: Attention, entry: Any, run: Any) -> Any:
