@@ -177,10 +177,10 @@ def test_llama_cpps_mix() -> None:
         (["{base}", "--to", "gguf-lora"], "base has no adapter, and gguf-lora is of an adapter"),
         (["{base}", "--to", "merged", "--add", "{run}"], "base: is not an adapter or run folder"),
         (["{run}", "--to", "merged", "--add", "{run}=much"], "the weight 'much' of"),
-        (["{run}", "--to", "merged", "--add", "nowhere"], "nowhere: is not there"),
+        (["{run}", "--to", "merged", "--add", "nowhere"], "nowhere: does not exist"),
         (["no/such/thing", "--to", "merged"], "no/such/thing"),
-        (["{run}", "--to", "merged", "--out", "{base}", "--force"], "is what is exported from"),
-        (["{run}", "--to", "merged", "--out", "{run}", "--force"], "is what is exported from"),
+        (["{run}", "--to", "merged", "--out", "{base}", "--force"], "is part of what is exported"),
+        (["{run}", "--to", "merged", "--out", "{run}", "--force"], "is part of what is exported"),
         (["{run}", "--to", "merged", "--out", "{precious}", "--force"], "is in use for something else"),
         (["{run}", "--to", "gguf", "--base", "{precious}"], "holds no config.json"),
     ],
@@ -303,7 +303,7 @@ def test_training_says_so_before_it_begins(tmp_path: Path) -> None:
 def test_named_templates_of_a_gguf_are_not_carried_on(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody has looked at them."""
+    """The base was not checked when it was opened."""
     made = export(str(run), "gguf", kind="BF16", out=str(tmp_path / "a.gguf")).path
     found = gguf_file.header_of(made)
     named = {"tokenizer.chat_template.tool_use": gguf_file.text("{{ ''.__class__ }}")}

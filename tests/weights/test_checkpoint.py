@@ -71,7 +71,7 @@ def test_the_best_one_has_to_be_whole_too(root: Path) -> None:
         spoil(root / f"step-{step}")
     with pytest.raises(GraftuneError, match="none of its checkpoints is whole together with the best one"):
         newest(root)
-    assert (root / "step-5").exists(), "it is whole, and somebody may restore the other"
+    assert (root / "step-5").exists(), "it is whole, and the user may restore the other"
 
 
 def test_another_runs_checkpoint_is_refused_and_not_set_aside(root: Path) -> None:

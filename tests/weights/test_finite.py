@@ -81,7 +81,7 @@ def test_every_piece_of_a_file_is_looked_at(tiny_folder, tmp_path: Path, monkeyp
 
 
 def test_what_a_gpu_holds_is_looked_at_before_it_is_remembered(tiny_folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks and floats that products unpack, and sums that nobody has waited for yet."""
+    """Blocks and floats that products unpack, and sums that were not waited for yet."""
     blocks = quantised.random_blocks("Q4_K", 4, KINDS["Q4_K"].values, 1.0, 3)
     good, bad = GgufRows(blocks, "Q4_K", KINDS["Q4_K"].values), GgufRows(blocks.clone(), "Q4_K", KINDS["Q4_K"].values)
     bad.blocks[2, :2] = torch.tensor([float("inf")], dtype=torch.float16).view(torch.uint8)

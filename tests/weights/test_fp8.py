@@ -35,14 +35,14 @@ def blocked(weight: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor
     """(codes, scales [blocks down, blocks across], what they stand for), written out block by block."""
     down, across = -(-weight.shape[0] // rows), -(-weight.shape[1] // columns)
     codes, scales = torch.empty_like(weight, dtype=torch.float8_e4m3fn), torch.empty(down, across)
-    meant = torch.empty_like(weight)
+    expected = torch.empty_like(weight)
     for i in range(down):
         for j in range(across):
             place = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
             scales[i, j] = weight[place].abs().max() / LARGEST
             codes[place] = (weight[place] / scales[i, j]).to(torch.float8_e4m3fn)
-            meant[place] = codes[place].float() * scales[i, j]
-    return codes, scales, meant
+            expected[place] = codes[place].float() * scales[i, j]
+    return codes, scales, expected
 
 
 KINDS: dict[str, Any] = {
@@ -59,14 +59,14 @@ def make(folder: Path, source: Path, kind: str) -> dict[str, torch.Tensor]:
     """A checkpoint of that kind out of a plain folder; returns what its tensors stand for."""
     config, scale_name, block_of, stored = KINDS[kind]
     shutil.copytree(source, folder)
-    tensors, meant = {}, {}
+    tensors, expected = {}, {}
     for name, weight in load_file(source / "model.safetensors").items():
         if not name.endswith("_proj.weight"):
-            tensors[name] = meant[name] = weight
+            tensors[name] = expected[name] = weight
             continue
         codes, scales, _ = blocked(weight, *block_of(weight))
         scales = stored(scales)
-        meant[name] = codes.float() * spread(scales.float(), weight, *block_of(weight))
+        expected[name] = codes.float() * spread(scales.float(), weight, *block_of(weight))
         tensors[name] = codes
         tensors[name.removesuffix("weight") + scale_name] = scales
         if config is COMPRESSED:
@@ -74,7 +74,7 @@ def make(folder: Path, source: Path, kind: str) -> dict[str, torch.Tensor]:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     values = json.loads((folder / "config.json").read_text()) | {"quantization_config": config}
     (folder / "config.json").write_text(json.dumps(values))
-    return meant
+    return expected
 
 
 def spread(scales: torch.Tensor, weight: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -86,9 +86,9 @@ def spread(scales: torch.Tensor, weight: torch.Tensor, rows: int, columns: int) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_logits(kind: str, tiny_folder: Any, tmp_path: Path) -> None:
-    meant = make(tmp_path / "m", tiny_folder("qwen2"), kind)
+    expected = make(tmp_path / "m", tiny_folder("qwen2"), kind)
     base = open_base(str(tmp_path / "m"))
-    for name, value in meant.items():
+    for name, value in expected.items():
         ours = base.tensors[name.removeprefix("model.")]
         assert torch.equal(ours.values().float(), value), name
         if value.dim() == 2:
@@ -97,7 +97,7 @@ def test_values_and_logits(kind: str, tiny_folder: Any, tmp_path: Path) -> None:
             assert torch.equal(ours.gather(ids).float(), value[ids])
     assert "FP8" in base.describe()["stored_as"]
     model = tiny.hf_model("qwen2")
-    model.load_state_dict(meant, strict=False)
+    model.load_state_dict(expected, strict=False)
     tokens = torch.randint(3, tiny.VOCAB, (40,)).tolist()
     with torch.no_grad():
         want = model(torch.tensor([tokens])).logits[0]
@@ -119,7 +119,7 @@ def wide_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_fp8_base_keeps_codes_with_one_scale_for_a_row(kind: str, wide_folder: Path, tmp_path: Path) -> None:
     """Others are rounded again, which is said; either way values are near what the checkpoint means."""
-    meant = make(tmp_path / "m", wide_folder, kind)
+    expected = make(tmp_path / "m", wide_folder, kind)
     keeps = "block" not in kind
     ours = oracle.ours(tmp_path / "m", base_dtype="fp8", random_b=False)
     stored = load_file(tmp_path / "m" / "model.safetensors")
@@ -129,7 +129,7 @@ def test_an_fp8_base_keeps_codes_with_one_scale_for_a_row(kind: str, wide_folder
         assert isinstance(weight, Fp8)
         codes = torch.cat([stored[name].view(torch.uint8) for name in names])
         assert torch.equal(weight.weight.view(torch.uint8), codes) is keeps
-        values, exact = weight.weight.float() * weight.scale[:, None], torch.cat([meant[name] for name in names])
+        values, exact = weight.weight.float() * weight.scale[:, None], torch.cat([expected[name] for name in names])
         assert torch.equal(values, exact) if keeps else (values - exact).norm() < 0.04 * exact.norm()
     placed = choose_placement(ours.base, "fp8", resolve("cpu", "fp32"), 0)
     assert ("block scales rounded again to row scales" in placed.why) is not keeps

@@ -56,7 +56,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
             type(self).patience = int(path.rpartition("/")[2])
             self.asked.append(("MARK", "", ""))
             return self._send(b"")
-        if path == "/stop":  # from then on nobody listens here
+        if path == "/stop":  # the server stops listening
             self._send(b"")
             return threading.Thread(target=self._stop).start()
         path = path.replace("/me/mini", "/me/tiny")  # the same model twice
@@ -260,7 +260,7 @@ def test_broken_off_taken_up_and_offline(handler: type[Hub], tmp_path: Path) -> 
     assert again[0] == cached[0] == 0 and "downloaded" not in cached[2]
     files = [file.read_bytes() for file in cache.rglob("*.safetensors")]
     assert files == [whole, whole], "no half file under the name of a whole one"
-    for found, other in (later[:2], later[2:]):  # nobody listens there any more
+    for found, other in (later[:2], later[2:]):  # the server has stopped
         assert found[0] == 0 and json.loads(found[1])["examples"] == 16, found
         assert other[0] == 2 and "me/other" in other[2] and other[2].count("\n") == 1
 
@@ -360,7 +360,7 @@ def test_repositories_of_gguf_files(ggufs: Path, tiny_folder: Any, tmp_path: Pat
     assert trained[0] == 0 and chatted[0] == 0, (trained, chatted)
     config = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "me/files:F32"
-    assert [code for code, *_ in (a, b, c, d)] == [0, 0, 0, 0], "nobody listens any more: found here, by type too"
+    assert [code for code, *_ in (a, b, c, d)] == [0, 0, 0, 0], "in the cache, by type too"
 
 
 def test_a_repository_of_one_gguf_file(ggufs: Path, tmp_path: Path) -> None:
@@ -381,20 +381,20 @@ def test_a_hub_name(endpoint: str, tmp_path: Path) -> None:
     questions = [
         [*ask, "me/tiny"],
         [*ask, "me/tiny", "--revision", COMMIT],
-        [*ask, "me/nobody"],
+        [*ask, "me/unknown"],
         [*ask, "me/tiny", "--revision", "nonesuch"],
         [*ask, "me/broken"],
         [*ask, "not a name"],
         ["train", "me/tiny", data, "--out", str(tmp_path / "run"), "--max-steps", "1", "--samples", "0", "--quiet"],
     ]
     answers = asking(endpoint, tmp_path / "hf", questions)
-    found, at_commit, nobody, nonesuch, broken, no_name, trained = answers
+    found, at_commit, unknown, nonesuch, broken, no_name, trained = answers
     for code, out, _ in (found, at_commit):
         assert code == 0 and json.loads(out)["examples"] == 16, answers
-    for code, out, err in (nobody, nonesuch, broken, no_name):
+    for code, out, err in (unknown, nonesuch, broken, no_name):
         assert code == 2 and err.startswith("graftune: ") and err.count("\n") == 1, err
         assert list(json.loads(out)) == ["error"]
-    assert "me/nobody: is neither a file or folder here nor a model on the Hub" in nobody[2]
+    assert "me/unknown: is neither a file or folder here nor a model on the Hub" in unknown[2]
     assert "me/tiny: has no revision 'nonesuch' on the Hub" in nonesuch[2]
     assert "me/broken" in broken[2] and "the Hub could not be reached" in broken[2]
     assert "not a name: no such file or folder" in no_name[2]
@@ -409,7 +409,7 @@ def test_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
     if os.environ.get("HF_HUB_OFFLINE") != "1":
         pytest.skip("HF_HUB_OFFLINE is not 1 here: the Hub may be reachable")
-    assert main(["train", "nobody/knows-this-model", "--out", str(tmp_path / "run")]) == 2
+    assert main(["train", "unknown/model", "--out", str(tmp_path / "run")]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("graftune: nobody/knows-this-model: ") and err.count("\n") == 1
+    assert err.startswith("graftune: unknown/model: ") and err.count("\n") == 1
     assert not (tmp_path / "run").exists()

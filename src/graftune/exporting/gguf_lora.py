@@ -1,7 +1,7 @@
-"""An adapter as llama.cpp takes it beside a GGUF of the base: A and B under the base's names, the scale as alpha.
+"""Writes an adapter for llama.cpp, which loads it beside a GGUF of the base: A and B under the base's names, and alpha.
 
-llama.cpp computes alpha / rank itself; rank-stabilised adapters (alpha / sqrt(rank)) get an alpha that comes to the
-same. Only A's and B's have a place in the file: an adapter that also brings norms or tokens is refused by name.
+llama.cpp computes alpha / rank itself; rank-stabilised adapters (alpha / sqrt(rank)) get an alpha with the same result.
+The file can hold only A's and B's: an adapter that also has norms or tokens is refused by name.
 """
 
 from __future__ import annotations

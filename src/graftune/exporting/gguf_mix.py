@@ -1,10 +1,10 @@
-"""Which block type each tensor of a GGUF gets: one type throughout, or one of llama.cpp's mixes.
+"""Chooses the block type of each tensor of a GGUF: one type for all, or one of llama.cpp's mixes.
 
-Vectors (norms, biases) and routers stay fp32. Of the matrices, those whose errors show most get more bits, as
-llama.cpp deals them out when it has no importance matrix: the head Q6_K in every type below Q8_0 (and with it a tied
-embedding); the values' and down projections in the layers that a mix names, often the first and last eighth and every
-third between; models with 8 experts and those of 70B get more for the small attention matrices. Rows that are not made
-of whole blocks of 256 fall back to a type with blocks of 32, and where even 32 do not divide them, to F16.
+Vectors (norms, biases) and routers stay fp32. Matrices whose errors matter most get more bits, as in llama.cpp without
+an importance matrix: the head (and with it a tied embedding) gets Q6_K in every type below Q8_0; so do value and down
+projections in the layers that a mix names, often the first and last eighth and every third between; models with 8
+experts and those of 70B get more for the small attention matrices. Rows that do not consist of whole blocks of 256 use
+a type with blocks of 32, and rows that 32 does not divide use F16.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 from graftune.model.families import family_of
 from graftune.model.spec import ModelSpec
 
-# What --type may be, the type of most tensors, and the number llama.cpp gives the mix.
+# The values of --type, the type of most tensors, and llama.cpp's number of the mix.
 TYPES = {
     "F32": ("F32", LlamaFileType.ALL_F32),
     "F16": ("F16", LlamaFileType.MOSTLY_F16),
@@ -41,7 +41,7 @@ def more_bits(layer: int, layers: int) -> bool:
 def tensor_kind(name: str, shape: tuple[int, ...], mix: str, spec: ModelSpec) -> str:
     """The block type of a tensor by its GGUF name."""
     kind = TYPES[mix][0]
-    # A router's choice hangs on small differences; of a convolution's few taps llama.cpp takes no others.
+    # A router's choice depends on small differences; llama.cpp takes the taps of a convolution in F32 only.
     if len(shape) == 1 or name.endswith(("ffn_gate_inp.weight", "shortconv.conv.weight")):
         return "F32"
     if kind in _FLOATS:

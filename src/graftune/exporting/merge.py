@@ -1,9 +1,8 @@
-"""A base and what its adapters change, as one model: W + s B A, computed in fp32 for the rows that are asked for.
+"""Merges adapters into a base: W + s B A, computed in fp32 for the rows that are read.
 
-A merged model is a `Base` like any other, whose tensors are row sources over the original ones; writing it as a
-Hugging Face folder or as a GGUF is then the same as writing a base, and nothing of it exists twice. Several adapters
-add up: the sum of their changes, each times its weight. (PEFT's "linear" mixes A's and B's instead, which adds
-products of one adapter's A with another's B.)
+A merged model is a `Base` whose tensors are row sources over the original ones; it is written like any base, and no
+weight exists twice. The changes of several adapters are added, each times its weight. (PEFT's "linear" mixes A's and
+B's instead, which adds products of one adapter's A with another's B.)
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ TABLES = ("embed_tokens.weight", "lm_head.weight")
 
 
 class Weighted(NamedTuple):
-    """An adapter and how much of its change is taken."""
+    """An adapter and the factor of its change."""
 
     adapter: Adapter
     weight: float = 1.0
@@ -50,7 +49,7 @@ class LowRankChange(NamedTuple):
 
 @dataclass(frozen=True)
 class Changed(Over):
-    """A weight with the adapters' changes added (a RowSource)."""
+    """A weight with the adapters' changes added."""
 
     products: tuple[LowRankChange, ...]
 
@@ -63,7 +62,7 @@ class Changed(Over):
 
 @dataclass(frozen=True)
 class Longer(Over):
-    """A table with the rows of added tokens behind its own (a RowSource)."""
+    """A table followed by the rows of added tokens."""
 
     more: torch.Tensor
 
@@ -103,7 +102,7 @@ def merge(base: Base, adapters: Sequence[Weighted]) -> Base:
 
 
 def _check_whole(changes: Mapping[str, LowRankChange], spec: ModelSpec, adapter: Adapter) -> None:
-    """An adapter for a shallower model would fit the first layers of this one."""
+    """Refuses an adapter for a model with fewer layers, which would fit the first layers of this one."""
     targets = targets_of(spec, adapter.lora)
     for layer, kind in enumerate(spec.layers):
         for projection in (p for p in kind.projections if p in targets):
@@ -132,7 +131,7 @@ def _place(tensors: Mapping[str, RowSource], name: str, shape: tuple[int, ...], 
 
 
 def adapter_products(adapter: Adapter, weight: float = 1.0) -> dict[str, LowRankChange]:
-    """What it changes, by the name of the weight."""
+    """The adapter's changes by the name of the weight."""
     found: dict[str, LowRankChange] = {}
     for name, down in adapter.tensors.items():
         if not name.endswith("lora_A.weight"):
@@ -152,14 +151,14 @@ def adapter_products(adapter: Adapter, weight: float = 1.0) -> dict[str, LowRank
 
 
 def _with_tables(base: Base, adapters: Sequence[Adapter]) -> Base:
-    """The base with added tokens, or with embeddings that were trained whole. Rows cannot be added up: one adapter at
-    most may bring them."""
+    """The base with the rows of added tokens, or with fully trained embeddings. At most one adapter may have them,
+    since rows of different adapters cannot be added."""
     bringing = [a for a in adapters if any(table in a.tensors for table in TABLES)]
     if not bringing:
         return base
     if len(bringing) > 1:
         raise GraftuneError(
-            "two of the adapters bring embeddings of their own", where=str(bringing[1].folder), fix="merge only one"
+            "two of the adapters have their own embeddings", where=str(bringing[1].folder), fix="merge only one"
         )
     adapter = bringing[0]
     if not adapter.lora.new_tokens:
@@ -179,7 +178,7 @@ def _with_tables(base: Base, adapters: Sequence[Adapter]) -> Base:
 
 
 def _with_whole_tables(base: Base, adapter: Adapter) -> Base:
-    """PEFT's modules_to_save of an embedding or head: the table itself, with as many rows as that has."""
+    """Replaces an embedding or head by that of PEFT's modules_to_save, which may have another number of rows."""
     tables = {name: adapter.tensors[name] for name in TABLES if name in adapter.tensors}
     rows = {len(table) for table in tables.values()}
     size, spec, tokenizer = rows.pop(), base.spec, base.tokenizer
@@ -198,15 +197,15 @@ def _with_whole_tables(base: Base, adapter: Adapter) -> Base:
     tensors = dict(base.tensors) | {name: Held(table) for name, table in tables.items()}
     if spec.tied and len(tables) == 2 and torch.equal(*tables.values()):
         del tensors["lm_head.weight"]
-    elif spec.tied:  # one was trained without the other: they are two from here on
+    elif spec.tied:  # one was trained without the other, so that they are no longer tied
         tensors.setdefault("lm_head.weight", base.tensors["embed_tokens.weight"])
         spec = dataclasses.replace(spec, head=dataclasses.replace(spec.head, tied=False))
     return dataclasses.replace(base, spec=spec.with_vocab(size), tensors=tensors, tokenizer=tokenizer)
 
 
 def combine(adapters: Sequence[Weighted]) -> Adapter:
-    """One adapter that changes what several do together: A's above each other, B's side by side, scales and weights in
-    the B's. Exact, at the sum of the ranks."""
+    """One adapter with the changes of several: A's above each other, B's side by side, scales and weights multiplied
+    into the B's. Exact, at the sum of the ranks."""
     if len(adapters) == 1 and adapters[0].weight == 1:
         return adapters[0].adapter
     first = adapters[0].adapter
@@ -244,11 +243,11 @@ def combine(adapters: Sequence[Weighted]) -> Adapter:
 
 @dataclass
 class Survival:
-    """How much of the adapters' change is still there after the merged weights were rounded.
+    """Measures how much of the adapters' change d remains after the merged weights were rounded.
 
-    The change that arrives is round(W + d) - round(W). What it lacks or has too much of d, as a share of d, in squares:
-    1 - |arrived - d|^2 / |d|^2. Weights are thousands of times larger than their change, so a dtype with few digits can
-    swallow it: then the share is 0, and the merged model is the base with noise. Some rows of each are measured."""
+    The change that remains is round(W + d) - round(W); its share is 1 - |remaining - d|^2 / |d|^2. Weights are
+    thousands of times larger than their change, so a dtype with few digits can lose it: then the share is 0, and the
+    merged model is the base with noise. Some rows of each weight are measured."""
 
     change: float = 0.0
     error: float = 0.0
@@ -293,7 +292,7 @@ class Survival:
 
     @property
     def ratio(self) -> float:
-        """Noise of quantisation beside the change."""
+        """The noise of quantisation relative to the change."""
         return math.sqrt(self.noise / self.change) if self.change else 0.0
 
 

@@ -36,7 +36,7 @@ class TurnTexts:
     between: dict[tuple[str, str], str]
 
     def render(self, messages: Sequence[dict[str, str]]) -> str:
-        """What Ollama will make of a conversation."""
+        """The text that Ollama makes of a conversation."""
         text, before = "", START
         for message in messages:
             text += self.between[before, message["role"]] + message["content"]
@@ -44,7 +44,7 @@ class TurnTexts:
         return text + self.between[before, ANSWER]
 
     def go(self) -> str:
-        """As a Go template over Ollama's .Messages. A last turn of the assistant's is gone on with, not answered."""
+        """A Go template over Ollama's .Messages. It continues a last turn of the assistant instead of answering it."""
         parts = ['{{ $before := "start" }}{{ range .Messages }}']
         for place, role in enumerate(("system", "user", "assistant")):
             parts.append(f'{{{{ {"else " if place else ""}if eq .Role "{role}" }}}}{self._after(role)}')
@@ -66,7 +66,7 @@ class TurnTexts:
 
 
 def _literal(text: str) -> str:
-    """Go takes everything outside of {{ }} as it is."""
+    """Text for a Go template, which copies everything outside of {{ }}."""
     return text.replace("{{", '{{ "{{" }}')
 
 
@@ -97,7 +97,7 @@ def recognise(form: ChatFormat, tokenizer: Tokenizer) -> TurnTexts:
 def _rendered(form: ChatFormat, messages: list[dict[str, str]], tokenizer: Tokenizer) -> str:
     ended = [m | {"content": m["content"] + form.append} if m["role"] == "assistant" else m for m in messages]
     shown = form.render(ended, None, generate=True)
-    # Ollama puts BOS in front itself where the model wants one.
+    # Ollama adds BOS itself where the model needs one.
     return shown.removeprefix(tokenizer.bos_token or "") if tokenizer.add_bos else shown
 
 
@@ -117,7 +117,7 @@ def prints_dates(form: ChatFormat) -> bool:
 def modelfile(
     source: str, adapter: str | None, form: ChatFormat | None, tokenizer: Tokenizer, why: str = "there is no template"
 ) -> tuple[str, tuple[str, ...]]:
-    """The file's text, and what there is to say about it. `source` and `adapter` are paths as seen from the file."""
+    """The file's text, and notes for the user. `source` and `adapter` are paths relative to the file."""
     lines, notes = [f"FROM {_quoted(source)}"], []
     if adapter is not None:
         lines.append(f"ADAPTER {_quoted(adapter)}")
@@ -145,5 +145,5 @@ def _quoted(text: str, always: bool = False) -> str:
 
 
 def seen_from(folder: Path, path: Path) -> str:
-    """A file beside the Modelfile by its name, another one by its whole path."""
+    """The name of a file beside the Modelfile, or the whole path of another one."""
     return f"./{path.name}" if path.parent == folder else str(path.resolve())

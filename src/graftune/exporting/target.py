@@ -1,4 +1,4 @@
-"""What is exported: a run, an adapter with the base it belongs to, several adapters, or a bare base."""
+"""Finds what is exported: a run, an adapter with its base, several adapters, or a base alone."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from graftune.weights.base import Base, open_base
 
 @dataclass(frozen=True)
 class ExportSource:
-    base: Base  # as it is, but with the chat template that is used
+    base: Base  # unchanged, except for the chat template
     adapters: tuple[Weighted, ...]
     data: DataConfig  # how the template is used
-    name: str  # what files are called after
+    name: str  # the stem of the files' names
     folder: Path  # where they go by default
     run: Path | None = None
 
@@ -43,7 +43,7 @@ class ExportSource:
             self.base.tokenizer.template.checked_source()  # refused before the weights are written
 
     def form(self, base: Base) -> tuple[ChatFormat | None, str]:
-        """The chat format, with the tokenizer that is exported, or why there is none."""
+        """The chat format for the exported tokenizer, or the reason why there is none."""
         try:
             return chat_format(base.tokenizer, self.data), "the model has no chat template"
         except GraftuneError as error:
@@ -88,7 +88,7 @@ def find(target: str, base: str, revision: str, add: Sequence[str], any_base: bo
 def _of_state(
     state: State, weight: float, base: str, revision: str, add: Sequence[str], any_base: bool
 ) -> ExportSource:
-    """A run at one of its checkpoints, with the template and the settings that are the run's."""
+    """A run at one of its checkpoints, with the run's template and settings."""
     opened = state_base(state, base, revision)
     adapters = [Weighted(state_adapter(state, opened, any_base), weight)]
     adapters += [Weighted(_added(path, opened, any_base), w) for path, w in map(parse_weight, add)]
@@ -107,7 +107,7 @@ def _added(path: str, base: Base, any_base: bool) -> Adapter:
 
 
 def _whole(folder: Path, base: str, add: Sequence[str], target: str) -> ExportSource:
-    """A run that trained every weight: the model it left is the base."""
+    """A run that trained every weight: its model is the base."""
     if base or add or parse_weight(target)[1] != 1:
         raise GraftuneError(
             "this run trained the whole model, not an adapter",
@@ -121,7 +121,7 @@ def _whole(folder: Path, base: str, add: Sequence[str], target: str) -> ExportSo
 
 
 def parse_weight(given: str) -> tuple[str, float]:
-    """PATH or PATH=WEIGHT; a path that is there as it stands is taken so."""
+    """PATH or PATH=WEIGHT; an existing path that contains = is a path."""
     match = re.fullmatch(r"(.+)=([^=/]*)", given)
     if match is None or Path(given).exists():
         return given, 1.0
@@ -140,7 +140,7 @@ def _plain_name(base: Base) -> str:
 
 
 def run_facts(run: Path | None) -> dict[str, Any]:
-    """What an APR file says of the training."""
+    """The facts about the training that an APR file stores."""
     if run is None or not (run / "metrics.jsonl").is_file():
         return {}
     events = read_events(run / "metrics.jsonl")

@@ -39,12 +39,12 @@ SUFFIX = {"gguf": ".gguf", "gguf-lora": ".gguf", "apr": ".apr"}
 
 @dataclass
 class Exported:
-    """What an export wrote."""
+    """The result of an export."""
 
     path: Path  # the file or folder
     files: list[Path] = field(default_factory=list)  # all of them
-    facts: dict[str, Any] = field(default_factory=dict)  # figures, for a program to read
-    notes: list[str] = field(default_factory=list)  # and sentences, for a person
+    facts: dict[str, Any] = field(default_factory=dict)  # for programs
+    notes: list[str] = field(default_factory=list)  # for the user
 
 
 def export(
@@ -113,7 +113,7 @@ def _place(source: ExportSource, to: str, kind: str, out: str) -> Path:
     if not out:
         return source.folder / name
     place = Path(out).expanduser()
-    place = place.resolve() if place.is_symlink() else place  # or the link is replaced, and what it leads to stays
+    place = place.resolve() if place.is_symlink() else place  # or the link itself would be replaced
     suffix = SUFFIX.get(to)
     if suffix and place.suffix != suffix:  # a folder to put it in
         return place / name
@@ -125,7 +125,7 @@ def _check_place(place: Path, to: str, source: ExportSource, force: bool) -> Non
     sources = [source.base.path, *source.base.parts, *(a.folder for a, _ in source.adapters)]
     for used in (path.resolve() for path in sources):
         if used == here or here in used.parents or (used in here.parents and used.is_dir() and used != source.run):
-            raise GraftuneError("is what is exported from", where=str(place), fix="set out to another place")
+            raise GraftuneError("is part of what is exported", where=str(place), fix="set out to another place")
     beside = place.with_suffix(".Modelfile")
     if to in ("gguf", "gguf-lora") and beside.exists() and not force:
         raise GraftuneError("exists already", where=str(beside), fix="use force, or set out to another place")

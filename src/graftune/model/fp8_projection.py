@@ -39,7 +39,7 @@ class Fp8Projection(Projection):
             self.lora.arena.followers.append(publish)
 
     def _from_codes(self, ctx: PassContext) -> bool:
-        """Whether the adapters read what the weight reads, so that no other reader needs x in bf16."""
+        """Whether adapters and weight read the same input, so that x is not needed in bf16."""
         return bool(self.adapter_columns) and ctx.adapted and ctx.dropout is None
 
     def after_norm(
@@ -106,7 +106,7 @@ class Fp8Projection(Projection):
     def forward(
         self, x: torch.Tensor, ctx: PassContext, *, wide: bool = False, h: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A `wide` product is as any other: the columns that its gradient needs are those of the codes."""
+        """A `wide` product is like any other here: its gradient needs the columns of the codes."""
         if self._from_codes(ctx):
             return self.frozen.forward(x[:, : self.width_in])
         return super().forward(x, ctx, h=h)

@@ -20,7 +20,6 @@ import torch
 
 from graftune.errors import GraftuneError
 from graftune.io.files import check_inside, new_folder
-from graftune.io.json_file import NotJson, read_object
 from graftune.model.arena import Arena
 from graftune.model.families import NORMS
 from graftune.model.lora import targets_of
@@ -30,6 +29,7 @@ from graftune.weights.adapter_fit import TABLES, Adapter, check_tables, fitted, 
 from graftune.weights.apr import load_apr
 from graftune.weights.base import Base
 from graftune.weights.finite import is_finite
+from graftune.weights.opening import read_json
 from graftune.weights.uniform_rank import with_uniform_rank
 
 __all__ = [
@@ -170,16 +170,11 @@ def load_adapter(folder: Path) -> Adapter:
         return _finite(load_apr(folder), folder)
     path = folder / CONFIG
     check_inside(path)
-    try:
-        values = read_object(path)
-    except FileNotFoundError:
-        if not folder.exists():
-            raise GraftuneError("is not there", where=str(folder), fix="check the path") from None
-        raise GraftuneError(f"holds no {CONFIG}", where=str(folder), fix="give an adapter or run folder") from None
-    except NotJson as error:
-        raise GraftuneError(str(error), where=str(path), fix="copy the adapter again") from None
-    except OSError as error:
-        raise GraftuneError(f"cannot be read ({error.strerror})", where=str(path), fix="check the file") from None
+    if not folder.exists():
+        raise GraftuneError("does not exist", where=str(folder), fix="check the path")
+    if not path.exists():
+        raise GraftuneError(f"holds no {CONFIG}", where=str(folder), fix="give an adapter or run folder")
+    values = read_json(path, "copy the adapter again")
     with _sensible(path):
         _refuse_unknown(values, path)
     if not (folder / TENSORS).exists():

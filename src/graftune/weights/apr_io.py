@@ -26,8 +26,9 @@ import torch
 
 from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
-from graftune.io.files import new_file, open_plain
+from graftune.io.files import new_file
 from graftune.kernels import gguf_dequant
+from graftune.weights.opening import open_map
 
 MAGIC, VERSION = b"APR\0", (2, 0)
 QUANTISED, ROW_MAJOR = 32, 1024
@@ -138,16 +139,7 @@ def _header_checksum(header: bytes) -> int:
 
 def read(path: Path) -> AprFile:
     """Checked to the last byte; the tensors are views of the file's map."""
-    try:
-        with open_plain(path) as handle:
-            data = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
-    except FileNotFoundError:
-        raise GraftuneError("no such file", where=str(path), fix="check the path") from None
-    except GraftuneError:
-        raise
-    except (OSError, ValueError) as error:
-        raise GraftuneError(f"cannot be read ({error})", where=str(path), fix="check the file") from None
-    return _Reader(data, path).file()
+    return _Reader(open_map(path, mmap.ACCESS_COPY), path).file()
 
 
 class _Reader:

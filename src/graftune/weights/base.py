@@ -19,7 +19,6 @@ from graftune import tokenizer as tok
 from graftune.errors import GraftuneError
 from graftune.io import digest
 from graftune.io.files import check_inside
-from graftune.io.json_file import NotJson, read_object
 from graftune.model.families import family_of, from_config, from_gguf
 from graftune.model.families.rope import GGUF_TENSORS
 from graftune.model.frozen import RowSource
@@ -29,6 +28,7 @@ from graftune.model.spec import ModelSpec
 from graftune.settings.recognise import default_base
 from graftune.weights import experts, hub, names, safetensors_io
 from graftune.weights import rows as rows_
+from graftune.weights.opening import read_json
 
 
 @dataclass
@@ -128,7 +128,7 @@ def _check_tensors(base: Base) -> None:
     """Checks that every weight exists in the shape that the configuration says. Reads headers only, before anything is
     allocated, so that a damaged header cannot claim sizes that the file does not have."""
     unread = set(base.tensors)
-    for name, shape in _expected(base.spec, len(base.tensors)):
+    for name, shape in tensor_shapes(base.spec):
         unread.discard(name)
         found = base.tensors.get(name)
         if found is None:
@@ -148,11 +148,12 @@ def _check_tensors(base: Base) -> None:
         )
 
 
-def _expected(spec: ModelSpec, count: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def tensor_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The names and shapes of a model's tensors."""
     yield "embed_tokens.weight", (spec.vocab, spec.width)
     if not spec.tied:
         yield "lm_head.weight", (spec.vocab, spec.width)
-    for index, layer in enumerate(spec.layers[: count + 1]):  # more layers than tensors: the first missing is named
+    for index, layer in enumerate(spec.layers):
         for name, shape in layer.weights.items():
             yield f"layers.{index}.{name}", shape
     for _, name, width in norm_names(spec):
@@ -257,12 +258,7 @@ def _open_config(name: str, config: Path) -> Base:
     """A configuration and the tokenizer beside it."""
     if not config.exists():
         raise GraftuneError("holds no config.json", where=str(config.parent), fix="give a Hugging Face model folder")
-    try:
-        values = read_object(config)
-    except NotJson as error:
-        raise GraftuneError(str(error), where=str(config), fix="download the model again") from None
-    except OSError as error:
-        raise GraftuneError(f"cannot be read ({error.strerror})", where=str(config), fix="check the file") from None
+    values = read_json(config, "download the model again")
     with _sound(config):
         check_quantisation(values.get("quantization_config"), str(config))
         spec = _checked_spec(from_config(values, str(config)), config)

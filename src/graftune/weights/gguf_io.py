@@ -23,9 +23,9 @@ from gguf.quants import dequantize
 
 from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
-from graftune.io.files import open_plain
 from graftune.kernels import gguf_dequant
 from graftune.private import find
+from graftune.weights.opening import open_map
 
 MAGIC = b"GGUF"
 DEQUANTISED = find("gguf.quants._type_traits")
@@ -181,16 +181,7 @@ def read_gguf(path: str | Path) -> GgufFile:
 
 def _opened(path: Path) -> _Cursor:
     """The file's header, behind magic and version."""
-    try:
-        with open_plain(path) as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError:
-        raise GraftuneError("no such file", where=str(path), fix="check the path") from None
-    except GraftuneError:
-        raise
-    except (OSError, ValueError) as error:
-        raise GraftuneError(f"cannot be read ({error})", where=str(path), fix="check the file") from None
-    cursor = _Cursor(data, path)
+    cursor = _Cursor(open_map(path), path)
     if cursor.take(4) != MAGIC:
         raise GraftuneError("is not a GGUF file", where=str(path), fix="give a .gguf model or a Hugging Face folder")
     version = cursor.unpack("<I")

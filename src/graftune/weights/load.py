@@ -165,15 +165,9 @@ class _Placer:
         return self.arena.view(stored, self.arena.compute)
 
     def source(self, name: str, shape: tuple[int, ...]) -> RowSource:
-        found = self.base.tensors.get(name)
-        if found is None:
-            raise GraftuneError(f"tensor {name} is missing", where=str(self.base.path), fix="download the model again")
-        if tuple(found.shape) != shape:
-            raise GraftuneError(
-                f"tensor {name} is {list(found.shape)} where the configuration says {list(shape)}",
-                where=str(self.base.path),
-                fix="the weights and the configuration belong to different models",
-            )
+        """A tensor of the base, whose names and shapes `open_base` has checked."""
+        found = self.base.tensors[name]
+        assert tuple(found.shape) == shape, f"{name} is {list(found.shape)}, not {list(shape)}"
         return found
 
     def format_of(self, source: RowSource) -> WeightFormat:

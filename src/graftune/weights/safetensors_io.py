@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from graftune.errors import GraftuneError
 from graftune.io.files import check_plain, new_file
-from graftune.io.json_file import NotJson, read_object
+from graftune.weights.opening import read_json
 
 MOST_DIMENSIONS = 8
 _SIZES = {"BF16": 2, "F16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I64": 8, "F64": 8}
@@ -89,14 +89,7 @@ def _open_shards(folder: Path, index: Path) -> dict[str, SafetensorsTensor]:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    try:
-        where = read_object(index).get("weight_map")
-    except NotJson as error:
-        raise GraftuneError(
-            f"is not a shard index: it {error}", where=str(index), fix="download the model again"
-        ) from None
-    except OSError as error:
-        raise GraftuneError(f"cannot be read ({error.strerror})", where=str(index), fix="check the file") from None
+    where = read_json(index, "download the model again").get("weight_map")
     if not isinstance(where, dict) or not all(_is_shard(file) for file in where.values()):
         raise GraftuneError("is not a shard index", where=str(index), fix="download the model again")
     return where

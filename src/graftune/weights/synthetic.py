@@ -8,10 +8,9 @@ from pathlib import Path
 import tokenizers
 import torch
 
-from graftune.model.lora import norm_names
 from graftune.model.spec import ModelSpec
 from graftune.tokenizer import Tokenizer
-from graftune.weights.base import Base
+from graftune.weights.base import Base, tensor_shapes
 
 STD = 0.02
 
@@ -40,12 +39,6 @@ class RandomRows:
 
 def random_base(spec: ModelSpec, device: torch.device) -> Base:
     """The base; its tokenizer has one word, since tokens are drawn as numbers."""
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (spec.vocab, spec.width)}
-    if not spec.tied:
-        shapes["lm_head.weight"] = (spec.vocab, spec.width)
-    for index, layer in enumerate(spec.layers):
-        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.weights.items()}
-    shapes |= {name: (width,) for _, name, width in norm_names(spec)}
-    tensors = {name: RandomRows(shape, device) for name, shape in shapes.items()}
+    tensors = {name: RandomRows(shape, device) for name, shape in tensor_shapes(spec)}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"unknown": 0}, unk_token="unknown"))  # noqa: S106 (a token of text)
     return Base("random", Path("random"), "random", spec, Tokenizer(words), tensors)

@@ -1,18 +1,17 @@
-"""Weights in 8-bit floats, multiplied as such: activations and gradients become codes too, a token a scale.
+"""Weights in 8-bit floats, multiplied as such: activations and gradients become codes too, with one scale per token.
 
-The product wants both operands with the summed dimension contiguous. Forward that is how a weight lies; for dX it is
-not (the sum runs over `out`), so the codes are transposed into a buffer that all layers share: two bytes of traffic a
-value, 4 ms of a step at 8B. `both` keeps the transposed codes instead, at the memory of a bf16 base: where a card has
-much more than that (weights/placement.py). Scales of its rows serve both passes (kernels/fp8/reference.py), and
-adapters lie beside and below the codes as in any augmented weight, in three columns of codes a rank instead of one of
-bf16: `adapter_codes` says where, and `Workspace.publish` writes them there.
+The product needs both operands with the summed dimension contiguous. A weight is stored so for the forward pass, but
+not for dX (the sum runs over `out`), so the codes are transposed into a buffer that all layers share: two bytes of
+traffic per value, 4 ms of a step at 8B. `both` keeps the transposed codes instead, in the memory of a bf16 base, on
+cards with much more memory than that (formats/fp8.py). The same row scales are used in both passes
+(kernels/fp8/reference.py). Adapters are beside and below the codes as in any augmented weight, in three columns of
+codes per rank instead of one of bf16: `adapter_codes` says where, and `Workspace.publish` writes them there.
 
-Weights are rounded to the nearest code once, while they are read. Codes that a checkpoint has with one scale a row, or
+Weights are rounded to the nearest code once, while they are read. The codes of a checkpoint with one scale per row, or
 one for all, are taken as they are (`CodedRows`).
 
 `matmul_augmented` and `input_grad_augmented` take bf16 buffers, as every kind does, and quantise them in a pass of
-their own. The methods behind them are for fp8_projection.py, which knows what wrote the buffer: the codes come of that
-kernel.
+their own. The methods after them are for fp8_projection.py: there the kernel that writes the buffer also writes codes.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ class CodedRows(Protocol):
 
 
 class Workspace:
-    """What the FP8 weights of a model share: the scratch that codes are transposed into, and the list of adapters that
-    lie as codes beside them. Only the stream of the products may use the scratch, one product after the other;
-    transposing ahead, beside attention's backward, was tried: cuDNN's kernel fills every multiprocessor."""
+    """Shared by the FP8 weights of a model: the scratch that codes are transposed into, and the list of adapters that
+    are stored as codes beside them. Only the stream of the products may use the scratch, one product after the other.
+    Transposing during attention's backward was tried: cuDNN's kernel fills every multiprocessor."""
 
     def __init__(self, size: int, widest: int, device: torch.device):
         self.flat = torch.empty(size, dtype=torch.uint8, device=device)
@@ -69,13 +68,13 @@ class Workspace:
         return self.flat[: rows * lines].view(rows, lines).view(fp8.E4M3)[:, :width]
 
     def publish(self) -> None:
-        """Turns the adapters into codes again, after they have changed."""
+        """Quantises the adapters again, after they have changed."""
         fp8.quantise_adapters(self.adapter_codes, self._tables)
 
 
 class Fp8(Augmented):
-    """`adapter_columns`: columns of bf16 beside x and dY that h and g lie in, as in the other kinds; 0: no adapters.
-    `slack`: by what dropout may lengthen the adapters' input."""
+    """`adapter_columns`: columns of bf16 beside x and dY for h and g, as in the other kinds; 0: no adapters. `slack`:
+    the factor by which dropout may scale up the adapters' input."""
 
     kind = "fp8"
 
@@ -142,7 +141,8 @@ class Fp8(Augmented):
         self.scale[place] = fp8.quantise(values.to(launch.device_of(self.storage)), self.weight[place])
 
     def fill_codes(self, start: int, rows: Rows) -> None:
-        """The same, of codes that are taken as they are. NaN in a row becomes its scale, which `finish` sees."""
+        """The same for codes that are taken as they are. A NaN in a row sets its scale to NaN, which `finish`
+        refuses."""
         place, device = slice(start, start + len(rows.codes)), launch.device_of(self.storage)
         codes = rows.codes.view(torch.uint8).to(device)
         self.weight.view(torch.uint8)[place] = codes
@@ -150,7 +150,7 @@ class Fp8(Augmented):
         self.scale[place] = rows.scale.to(device).masked_fill(broken, float("nan"))
 
     def finish(self) -> None:
-        """To be called when all rows are there."""
+        """Call this when all rows are filled."""
         if not bool(self.scale.isfinite().all()):
             raise GraftuneError("a weight holds NaN or infinity", fix="download the model again")
         if self.kept is not None:
@@ -166,7 +166,7 @@ class Fp8(Augmented):
         return sum(len(c) * c.stride(0) for c in codes) + self.scale.nbytes
 
     def place_adapters(self, adapters: Adapters) -> list[Copy]:
-        """Nothing is copied as it is: `Workspace.publish` turns the adapters into codes."""
+        """Copies nothing: `Workspace.publish` quantises the adapters."""
         below = self.below if self.kept is None else self.kept[:, self.out_features :].t()
         figures = torch.zeros(4, dtype=torch.float32, device=self.scale.device)
         self.adapter_codes = AdapterCodes(*adapters, self.scale, self.beside, below, figures)
@@ -246,8 +246,8 @@ class Fp8(Augmented):
         residual: torch.Tensor,
         out: torch.Tensor,
     ) -> Rows:
-        """The norm's backward into `out`, the gradient of the stream that we wrote, so our dY: its codes for
-        `backward`."""
+        """The norm's backward into `out`, the gradient of the stream that we wrote to, which is our dY. Returns its
+        codes for `backward`."""
         codes, reach = self._buffer(len(x), self.out_features), self._adapter_codes.backward.reach
         inner = codes[:, : self.out_features]
         return Rows(codes, fp8.norm_backward(grad_y, x, rstd, weight, residual, out, inner, self.scale, reach=reach))
@@ -260,7 +260,7 @@ class Fp8(Augmented):
         sin: torch.Tensor,
         heads: tuple[int, int, int],
     ) -> Rows:
-        """Rope's backward into `out`, our dY: its codes for `backward`."""
+        """Rope's backward into `out`, our dY. Returns its codes for `backward`."""
         codes, reach = self._buffer(len(out), self.out_features), self._adapter_codes.backward.reach
         inner = codes[:, : self.out_features]
         return Rows(codes, fp8.rope_backward(grads, out, cos, sin, heads, inner, self.scale, reach=reach))
@@ -273,8 +273,8 @@ class Fp8(Augmented):
         grad_up: torch.Tensor | None = None,
         rows: Rows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """dY [T, out] -> (dY W + g A, g); dB is added into `grad_up` where given. Whoever wrote dY may have left its
-        codes, with columns behind them for the codes of g."""
+        """dY [T, out] -> (dY W + g A, g); dB is added into `grad_up` where given. `rows`: the codes of dY, if the
+        kernel that wrote it made them, with columns after them for the codes of g."""
         reach, shift = self._adapter_codes.backward
         if rows is None:
             rows = self._rows(grad, self.scale, reach)
@@ -297,7 +297,7 @@ class Fp8(Augmented):
         reach: torch.Tensor | None,
         slack: float = 1.0,
     ) -> Rows:
-        """x as codes, with columns behind them for the codes of h where there is a reach."""
+        """x as codes, with columns after them for the codes of h where there is a reach."""
         width = x.shape[1]
         codes = self._buffer(len(x), width) if reach is not None else fp8.buffer(len(x), width, x.device)
         return Rows(codes, fp8.quantise(x, codes[:, :width], factor=factor, reach=reach, slack=slack))
@@ -322,13 +322,13 @@ class Fp8(Augmented):
 
 
 class FetchedFp8(Fp8):
-    """The same in a buffer that other blocks use too (model/bundles.py): the adapters' codes have memory of their own,
-    from which they are copied beside and below the weight's for each product. The rows' scales stay on the device: the
-    adapters' codes are made with them after every update, and the block above writes dY times them."""
+    """The same in a buffer that other blocks use too (model/bundles.py): the adapters' codes have their own memory and
+    are copied beside and below the weight's for each product. The row scales stay on the device: the adapters are
+    quantised with them after every update, and the next block writes dY times them."""
 
     @cached_property
     def lines(self) -> torch.Tensor:
-        """The codes with what lies between their rows."""
+        """The codes with the padding between their rows."""
         size = self.whole.stride(0)
         return self.whole.view(torch.uint8).as_strided((len(self.whole), size), (size, 1))
 
@@ -355,5 +355,5 @@ class FetchedFp8(Fp8):
 
 
 def _tiled(rows: int) -> int:
-    """Rows in whole words of 16 bytes of the transposed codes."""
+    """The number of rows, rounded up to whole words of 16 bytes of the transposed codes."""
     return ceil_div(rows, 64) * 64

@@ -1,4 +1,4 @@
-"""Weights that products read where they lie: frozen ones in a float dtype, and those that train."""
+"""Weights that products read in place: frozen ones in a float dtype, and those that train."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 class Dense(Augmented):
-    """Resident, as a rule in the compute dtype; `adapter_columns` columns lie beside it and as many rows below it, zero
-    at first. Adapters stay there from update to update."""
+    """Resident, as a rule in the compute dtype, with `adapter_columns` columns beside it and as many rows below it,
+    zero at first. Adapters stay there from update to update."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Dense(Augmented):
         compute: torch.dtype,
         adapter_columns: int = 0,
     ):
-        """Memory for the weight; adapter columns and rows are zero."""
+        """Allocates memory for the weight; adapter columns and rows are zero."""
         self.out_features, self.in_features, self.compute, self.adapter_columns = rows, width, compute, adapter_columns
         self.kind = KINDS[dtype]
         self.whole = huge_pages.advise(
@@ -92,8 +92,8 @@ class Dense(Augmented):
 
 
 class Fetched(Dense):
-    """A dense weight in a buffer that other blocks use too (model/bundles.py): what lies beside and below it is
-    theirs, so the adapters are written there for each product."""
+    """A dense weight in a buffer that other blocks use too (model/bundles.py): they overwrite the columns beside it and
+    the rows below it, so the adapters are written there for each product."""
 
     def move(self, place: Place) -> None:
         self.whole = place(self.whole)

@@ -1,15 +1,14 @@
 """Weights in fewer bits, on a GPU: dequantised for each product into one buffer that all layers share.
 
-The buffer fits the largest weight of the model with its adapters. A weight sees it as a matrix of its own shape, from
-the buffer's beginning on: the address and the row stride never change, so products are tuned and captured as for a
-resident weight. What another layer left there is overwritten where a product reads it: the weight by dequantising, the
-adapter columns or rows by writing the adapters after that. (Dequantising inside the product was rejected:
-at training's row counts a product does hundreds of operations for each value it reads, and a library's product at full
-speed behind a pass at the memory's speed loses a few percent; a product of our own would lose more.)
+The buffer fits the largest weight of the model with its adapters. Each weight is a matrix of its own shape at the start
+of the buffer: address and row stride never change, so products are tuned and captured as for a resident weight. Every
+product overwrites what it reads there: it dequantises the weight and then writes the adapter columns or rows.
+(Dequantising inside the product was rejected: at the row counts of training a product does hundreds of operations for
+each value it reads, and a library's product after a pass at memory speed loses a few percent; a product of our own
+would lose more.)
 
-Only the stream of the products may use it, one product after the other. The other streams of model/context.py read
-activations and adapters, never a weight, so nothing else has to wait. A second buffer, to dequantise the next weight
-beside the present product, would be another Scratch given to every other weight; it has not been needed.
+Only the stream of the products may use the buffer, one product after the other. The other streams of model/context.py
+read activations and adapters, never a weight, so nothing else has to wait.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Unpacked(Augmented):
 
     @property
     def nbytes(self) -> int:
-        """What lies on the device for good; the scratch is shared."""
+        """The packed members; the scratch is shared."""
         return sum(m.nbytes for m in self.members)
 
     @property
@@ -113,8 +112,8 @@ class Unpacked(Augmented):
 
 
 class Table(ByPieces):
-    """An embedding or head too large for the scratch: a lookup dequantises its own rows, a product goes by as many as
-    fit."""
+    """An embedding or head too large for the scratch: a lookup dequantises its rows, and a product takes as many rows
+    at a time as fit."""
 
     def __init__(self, packed: Packed, scratch: Scratch):
         self.members, self.scratch = [packed], scratch

@@ -139,7 +139,7 @@ def _times(numbers: Sequence[float], scale: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _gain(scale: torch.Tensor, wxc: torch.Tensor, wcc: torch.Tensor) -> torch.Tensor:
-    """Half of what the squared error of scale * c is less than that of nothing at all."""
+    """Half of the decrease of the squared error, from all zeros to scale * c."""
     return torch.addcmul(wxc, scale, wcc, value=-0.5).mul_(scale)
 
 
@@ -186,7 +186,7 @@ class Sums(NamedTuple):
     xc: torch.Tensor
 
     def gain(self, scale: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
-        """Half of what the mean squared error of scale * c + least is less than that of nothing at all."""
+        """Half of the decrease of the mean squared error, from all zeros to scale * c + least."""
         by_least = torch.addcmul(self.x, scale, self.c, value=-1).sub_(least, alpha=0.5).mul_(least)
         return by_least.add_(_gain(scale, self.xc, self.cc))
 
