@@ -13,8 +13,8 @@ from graftune.api import export
 from graftune.errors import GraftuneError
 from graftune.exporting import gguf_file
 from graftune.exporting.gguf_file import write_gguf
+from graftune.model.frozen.tensor_rows import TensorRows
 from graftune.weights.adapter import is_adapter
-from graftune.weights.rows import Held
 from graftune.weights.streamed import OutputTensor
 from tests.exporting import models
 from tests.exporting.judges import opened, shaken
@@ -29,7 +29,7 @@ def changed(good: Path, path: Path, change: Callable[[dict[str, bytes], list[Out
     from graftune.weights.gguf_io import read_gguf
 
     keys = gguf_file.header_of(good)
-    tensors = [OutputTensor(n, Held(t.values()), "F32") for n, t in read_gguf(good).tensors.items()]
+    tensors = [OutputTensor(n, TensorRows(t.values()), "F32") for n, t in read_gguf(good).tensors.items()]
     change(keys, tensors)
     write_gguf(path, keys, tensors)
     return path
@@ -37,7 +37,7 @@ def changed(good: Path, path: Path, change: Callable[[dict[str, bytes], list[Out
 
 def wide_rank(keys: dict[str, bytes], tensors: list[OutputTensor]) -> None:
     value = tensors[0].source.values()
-    tensors[0] = OutputTensor(tensors[0].name, Held(value.repeat(2, 1)), "F32")
+    tensors[0] = OutputTensor(tensors[0].name, TensorRows(value.repeat(2, 1)), "F32")
 
 
 @pytest.mark.parametrize(

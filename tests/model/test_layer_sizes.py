@@ -21,6 +21,7 @@ from graftune.exporting.gguf_keys import model_keys
 from graftune.infer.generate import generate
 from graftune.infer.sample import Sampling
 from graftune.model.feed_forward.gated import GatedSpec
+from graftune.model.frozen.tensor_rows import TensorRows
 from graftune.model.lora import build_arena, initialise
 from graftune.model.spec import ModelSpec
 from graftune.plan.job import from_few_layers
@@ -31,7 +32,6 @@ from graftune.settings.config import LoraConfig
 from graftune.weights import names, rows
 from graftune.weights.base import Base, _checked_spec, open_base
 from graftune.weights.model import hf_config
-from graftune.weights.rows import Held
 from tests.plan.test_plan import setup, spec
 from tests.support import oracle, specs, tiny
 from tests.support.real_rehearsal import rehearse_real
@@ -76,7 +76,9 @@ def base(tiny_folder: Callable[[str], Path]) -> Base:
 
 
 def of_model(base: Base, model: Any) -> Base:
-    tensors = {names.from_hf(n): Held(t.detach().clone()) for n, t in model.state_dict().items() if "rotary" not in n}
+    tensors = {
+        names.from_hf(n): TensorRows(t.detach().clone()) for n, t in model.state_dict().items() if "rotary" not in n
+    }
     tied = {"lm_head.weight"} if base.spec.tied else set()
     return dataclasses.replace(base, tensors={n: t for n, t in tensors.items() if n not in tied})
 

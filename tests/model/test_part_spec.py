@@ -13,6 +13,7 @@ import torch
 from graftune.batch import Example
 from graftune.data.pack import pack
 from graftune.losses import Anchored
+from graftune.model.frozen.tensor_rows import TensorRows
 from graftune.model.layer_spec import LayerSpec
 from graftune.model.lora import build_arena, start_from_scratch
 from graftune.model.mixers.attention import Attention
@@ -21,7 +22,6 @@ from graftune.model.spec import ModelSpec
 from graftune.settings.config import LoraConfig
 from graftune.step.step import Step
 from graftune.weights import rows
-from graftune.weights.rows import Held
 from tests.support import oracle, specs
 
 CPU = torch.device("cpu")
@@ -79,7 +79,7 @@ def test_tensors_of_its_own_start_as_it_says() -> None:
 
 def test_its_norms_and_shapes_are_stored_as_it_says() -> None:
     names = ("layers.0.linear_attn.norm", "layers.0.linear_attn.k_norm", "layers.1.input_layernorm", "norm")
-    stored = {f"{name}.weight": Held(torch.zeros(8)) for name in names}
+    stored = {f"{name}.weight": TensorRows(torch.zeros(8)) for name in names}
     read = {name: float(t.values()[0]) for name, t in rows.from_hf_norms(stored, SPEC).items()}
     assert list(read.values()) == [0.0, 1.0, 1.0, 1.0]
     taps = "layers.0.linear_attn.conv1d.weight"

@@ -67,7 +67,7 @@ def test_a_shard_is_missing(sharded: Path) -> None:
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 5}}', "[" * 100_000])
 def test_a_broken_index(sharded: Path, text: str) -> None:
     (sharded / "model.safetensors.index.json").write_text(text)
-    assert "is not a shard index" in refused(sharded)
+    assert "model.safetensors.index.json: " in refused(sharded)
 
 
 def test_the_index_names_a_shard_without_the_tensor(sharded: Path) -> None:

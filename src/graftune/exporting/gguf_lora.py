@@ -12,11 +12,11 @@ from graftune.errors import GraftuneError
 from graftune.exporting import gguf_file
 from graftune.exporting.gguf_file import write_gguf
 from graftune.model.families import family_of
+from graftune.model.frozen.tensor_rows import TensorRows
 from graftune.model.lora import scaling
 from graftune.weights import adapter_gguf, experts, rows
 from graftune.weights.adapter_fit import Adapter
 from graftune.weights.base import Base
-from graftune.weights.rows import Held
 from graftune.weights.streamed import OutputTensor
 
 TYPES = ("F32", "F16", "BF16")
@@ -29,7 +29,9 @@ def lora_tensors(adapter: Adapter, base: Base, kind: str) -> list[OutputTensor]:
     for ours, value in adapter.tensors.items():
         if experts.is_expert_adapter(ours):
             stacks = experts.adapters_to_gguf(ours, value, base.spec)
-            found += [OutputTensor(name, Held(stack.float().contiguous()), kind) for name, stack in stacks.items()]
+            found += [
+                OutputTensor(name, TensorRows(stack.float().contiguous()), kind) for name, stack in stacks.items()
+            ]
             continue
         stem, _, matrix = ours.removesuffix(".weight").rpartition(".")
         name = family_of(base.spec).to_gguf(f"{stem}.weight") if matrix in ("lora_A", "lora_B") else None
@@ -42,7 +44,7 @@ def lora_tensors(adapter: Adapter, base: Base, kind: str) -> list[OutputTensor]:
         turned = rows.heads_of(base.spec, ours)
         if interleaved and turned is not None and matrix == "lora_B":
             value = value[rows.gguf_order(*turned)]
-        found.append(OutputTensor(f"{name}.{matrix.lower()}", Held(value.float().contiguous()), kind))
+        found.append(OutputTensor(f"{name}.{matrix.lower()}", TensorRows(value.float().contiguous()), kind))
     return found
 
 

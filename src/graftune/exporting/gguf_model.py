@@ -15,10 +15,10 @@ from graftune.exporting.gguf_keys import model_keys
 from graftune.exporting.gguf_mix import TYPES, tensor_kind
 from graftune.model.families import family_of
 from graftune.model.frozen import RowSource
+from graftune.model.frozen.tensor_rows import TensorRows
 from graftune.model.rotary import RopeSpec
 from graftune.weights import experts, rows
 from graftune.weights.base import Base
-from graftune.weights.rows import Held
 from graftune.weights.streamed import UNWATCHED, OutputTensor, Watcher
 
 
@@ -26,7 +26,7 @@ def gguf_tensors(base: Base, mix: str) -> list[OutputTensor]:
     """Every tensor of a model under GGUF's name, rows of Q and K in GGUF's order."""
     family = family_of(base.spec)
     ropes = family.gguf_rope_tensors(base.spec)
-    found = [OutputTensor(name, Held(values), "F32") for name, values in ropes.items()]
+    found = [OutputTensor(name, TensorRows(values), "F32") for name, values in ropes.items()]
     plain, stacks = experts.to_gguf(base.tensors, base.spec)
     for ours in sorted(plain, key=_place):
         if ours == "lm_head.weight" and base.spec.tied:

@@ -19,13 +19,14 @@ import torch
 from graftune import tokenizer as tok
 from graftune.errors import GraftuneError
 from graftune.model.frozen import RowSource
+from graftune.model.frozen.tensor_rows import DTYPES, TensorRows
 from graftune.model.lora import scaling, targets_of, weight_name
 from graftune.model.spec import ModelSpec
 from graftune.settings.config import TARGETS, LoraConfig
 from graftune.weights import experts
 from graftune.weights.adapter_fit import Adapter, check_tables, fitted
 from graftune.weights.base import Base, with_new_tokens
-from graftune.weights.rows import DTYPES, Held, Over, Reordered
+from graftune.weights.rows import Over, Reordered
 from graftune.weights.streamed import OutputTensor
 
 SAMPLED = 128  # rows of a piece that Survival looks at
@@ -97,7 +98,7 @@ def merge(base: Base, adapters: Sequence[Weighted]) -> Base:
                 norms[name] = norms.get(name, own) + weight * (value - own)
     for name, found in products.items():
         tensors[name] = Changed(tensors[name], tuple(found))
-    tensors |= {name: Held(value) for name, value in norms.items()}
+    tensors |= {name: TensorRows(value) for name, value in norms.items()}
     return dataclasses.replace(base, tensors=tensors)
 
 
@@ -194,7 +195,7 @@ def _with_whole_tables(base: Base, adapter: Adapter) -> Base:
         tokenizer = dataclasses.replace(tok.from_folder(adapter.folder), template=base.tokenizer.template)
         if tokenizer.vocab_size > size or len(tables) < 2:
             raise GraftuneError("its tables do not fit its tokenizer", where=str(adapter.folder), fix="copy it again")
-    tensors = dict(base.tensors) | {name: Held(table) for name, table in tables.items()}
+    tensors = dict(base.tensors) | {name: TensorRows(table) for name, table in tables.items()}
     if spec.tied and len(tables) == 2 and torch.equal(*tables.values()):
         del tensors["lm_head.weight"]
     elif spec.tied:  # one was trained without the other, so that they are no longer tied

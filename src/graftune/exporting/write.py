@@ -22,6 +22,7 @@ from graftune.io.files import new_file, write_file
 from graftune.model.families import family_of
 from graftune.model.frozen import RowSource
 from graftune.model.frozen.formats import stored_format
+from graftune.model.frozen.tensor_rows import DTYPES, NAMES
 from graftune.observe.console import Console
 from graftune.observe.memory import human_bytes
 from graftune.weights.adapter import Adapter, is_adapter, write_adapter
@@ -29,7 +30,6 @@ from graftune.weights.apr import save_apr
 from graftune.weights.base import Base, with_new_tokens
 from graftune.weights.finite import refusal_of
 from graftune.weights.model import hf_config, is_model, write_model
-from graftune.weights.rows import DTYPES, NAMES
 from graftune.weights.streamed import OutputTensor, Watcher
 
 MEGABYTE = 10**6

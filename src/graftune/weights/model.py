@@ -20,9 +20,9 @@ from graftune.io.json_file import read_object
 from graftune.model.arena import Arena
 from graftune.model.families import family_of
 from graftune.model.frozen import RowSource
+from graftune.model.frozen.tensor_rows import NAMES, TensorRows
 from graftune.weights import names, rows, safetensors_io
 from graftune.weights.base import Base, open_base
-from graftune.weights.rows import NAMES, Held
 from graftune.weights.streamed import UNWATCHED, OutputTensor, Watcher, check_safetensors, write_safetensors
 
 SHARD_BYTES = 4 << 30
@@ -47,7 +47,7 @@ def save_model(
     model or the new one. `config` is the result of `hf_config` at the start of the run."""
     if folder.exists() and not is_model(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise GraftuneError("is in use for something else", where=str(folder), fix="save the model to a new folder")
-    sources = {name: Held(arena.view(name, arena.weights)) for name in arena.slots}
+    sources = {name: TensorRows(arena.view(name, arena.weights)) for name in arena.slots}
     write_model(folder, sources, dict.fromkeys(sources, dtype), base, config, shard_bytes=shard_bytes)
 
 

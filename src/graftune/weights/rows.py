@@ -14,11 +14,8 @@ from typing import cast
 
 import torch
 
-from graftune.model.frozen import BlockSource, RowSource
+from graftune.model.frozen.interface import BlockSource, RowsByReading, RowSource
 from graftune.model.spec import ModelSpec
-
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def heads_of(spec: ModelSpec, name: str) -> tuple[int, int] | None:
@@ -38,21 +35,6 @@ def hf_order(heads: int, head_width: int) -> torch.Tensor:
     return gguf_order(heads, head_width).argsort()
 
 
-class RowsByReading:
-    """The parts of a RowSource that follow from `read` and `shape`."""
-
-    shape: tuple[int, ...]
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        raise NotImplementedError
-
-    def gather(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.values().index_select(0, ids.cpu())
-
-    def values(self) -> torch.Tensor:
-        return self.read(0, self.shape[0])
-
-
 @dataclass(frozen=True)
 class Over(RowsByReading):
     """A row source made of another one. Its bytes are its share of the other's values."""
@@ -70,34 +52,6 @@ class Over(RowsByReading):
     @property
     def nbytes(self) -> int:
         return self.source.nbytes * math.prod(self.shape) // max(1, math.prod(self.source.shape))
-
-
-@dataclass(frozen=True)
-class Held:
-    """A tensor in memory as a RowSource."""
-
-    tensor: torch.Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    @property
-    def dtype_name(self) -> str:
-        return NAMES[self.tensor.dtype]
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.nbytes
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        return self.tensor[start:stop]
-
-    def gather(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.tensor.index_select(0, ids.to(self.tensor.device))
-
-    def values(self) -> torch.Tensor:
-        return self.tensor
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.kernels.gguf_dequant import KINDS, dequantise
 from graftune.model.frozen import RowSource
+from graftune.model.frozen.tensor_rows import DTYPES
 from graftune.weights.gguf_quant import quantise
-from graftune.weights.rows import DTYPES
 
 PIECE_BYTES = 8 << 20  # fp32 bytes of a weight that exist at once
 SAMPLED_ROWS = 16

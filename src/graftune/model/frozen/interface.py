@@ -70,6 +70,21 @@ class Packed(RowSource, Protocol):
         ...
 
 
+class RowsByReading:
+    """The parts of a RowSource that follow from `read` and `shape`."""
+
+    shape: tuple[int, ...]
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.values().index_select(0, ids.cpu())
+
+    def values(self) -> torch.Tensor:
+        return self.read(0, self.shape[0])
+
+
 @dataclass(frozen=True, eq=False)
 class CheckpointWeight(ABC):
     """A quantised weight that a checkpoint stores in several tensors and that is read as a whole (a RowSource). The

@@ -20,6 +20,7 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.kernels import cores
 from graftune.kernels.gguf_dequant import KINDS, row_bytes
+from graftune.kernels.gguf_dequant.reference import PLAIN
 from graftune.weights.gguf_quant import pack, search
 
 __all__ = ["TYPES", "quantise"]
@@ -36,7 +37,6 @@ _REACH = {
     **{"Q6_K": 31 * 127, "IQ4_NL": 113, "IQ4_XS": 31 * 113},
 }
 _SURE = 3e4  # of fp16's 65504: a search may end somewhat above the values it began with
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def quantise(weight: torch.Tensor, type_name: str) -> torch.Tensor:
@@ -74,10 +74,10 @@ def _curve(device: torch.device) -> search.Curve:
 
 def _fill(out: torch.Tensor, x: torch.Tensor, kind: str) -> None:
     """x [n, values of a block] -> out [n, bytes of a block]."""
-    if kind in _PLAIN:
-        plain = x.to(_PLAIN[kind])
+    if kind in PLAIN:
+        plain = x.to(PLAIN[kind])
         if not bool(plain.sum(dtype=torch.float32).isfinite()):  # which one inf or NaN spoils, and large sums may
-            _check(float(x.abs().max()), torch.finfo(_PLAIN[kind]).max, kind)
+            _check(float(x.abs().max()), torch.finfo(PLAIN[kind]).max, kind)
         out.copy_(plain.view(torch.uint8))
         return
     size = x.abs().amax(1)

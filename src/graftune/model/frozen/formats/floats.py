@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -13,42 +13,23 @@ from graftune.model.frozen.builder import WeightBuilder
 from graftune.model.frozen.interface import Frozen, RowSource, loaded
 from graftune.model.frozen.mapped import fill
 from graftune.model.frozen.resident import KINDS, Dense, Fetched
+from graftune.model.frozen.tensor_rows import TensorRows
 from graftune.model.frozen.weight_format import WeightFormat
 from graftune.runtime import DTYPES
 
 
-@dataclass(frozen=True)
-class FloatRows:
+class FloatRows(TensorRows):
     """Floats of another dtype than the products'."""
-
-    tensor: torch.Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
 
     @property
     def dtype_name(self) -> str:
         return KINDS[self.tensor.dtype]
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.nbytes
 
     def unpack(self, out: torch.Tensor, start: int = 0) -> None:
         gguf_dequant.cast(self.tensor[start : start + len(out)], out)
 
     def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return self.tensor.index_select(0, ids).to(dtype)
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        return self.tensor[start:stop]
-
-    def gather(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.tensor.index_select(0, ids)
-
-    def values(self) -> torch.Tensor:
-        return self.tensor
 
     def moved(self, place: Place) -> FloatRows:
         return replace(self, tensor=place(self.tensor))

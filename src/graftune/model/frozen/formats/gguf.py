@@ -11,19 +11,19 @@ import torch
 from graftune.kernels import gguf_dequant
 from graftune.kernels.gguf_dequant.reference import PLAIN
 from graftune.model.bundles import Place
-from graftune.model.frozen.interface import BlockSource, RowSource
+from graftune.model.frozen.interface import BlockSource, RowsByReading, RowSource
 from graftune.model.frozen.mapped import pieces
 from graftune.model.frozen.weight_format import WeightFormat
 
 
 @dataclass(frozen=True)
-class GgufRows:
+class GgufRows(RowsByReading):
     blocks: torch.Tensor  # [rows, bytes of a row] uint8
     dtype_name: str
     width: int
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
         return len(self.blocks), self.width
 
     @property
@@ -43,9 +43,6 @@ class GgufRows:
 
     def gather(self, ids: torch.Tensor) -> torch.Tensor:
         return self.lookup(ids, torch.float32)
-
-    def values(self) -> torch.Tensor:
-        return self.read(0, len(self.blocks))
 
     def moved(self, place: Place) -> GgufRows:
         return replace(self, blocks=place(self.blocks))
