@@ -12,7 +12,6 @@ import torch
 
 from graftune.data.pack import Capacities
 from graftune.io import user_cache
-from graftune.kernels import nf4
 from graftune.observe.console import Console
 from graftune.session import Parts
 
@@ -93,12 +92,10 @@ def measured(key: str, work: Work, device: torch.device, console: Console) -> fl
 
 
 def packed_bytes(session: Parts) -> float:
-    """Of a value of a projection, where it is unpacked before a product; 0: it is not."""
-    held = session.placement.base_dtype
-    if held == "nf4":
-        return nf4.VALUE_BYTES
-    if held != "keep":
-        return 0.0
+    """Bytes of a projection's value that each product dequantises; 0: products read the stored values."""
+    form = session.placement.format
+    if form is not None:
+        return form.value_bytes if form.dequantised else 0.0
     matrices = [
         tensor for name, tensor in session.base.tensors.items() if name.startswith("layers.") and len(tensor.shape) == 2
     ]

@@ -42,6 +42,7 @@ class WeightFormat(ABC):
     quantises: bool = False  # values are rounded while they are read: embedding and head keep the compute dtype
     experts: bool = True  # whether the stacked weights of experts can be multiplied in it
     merged_dtype: torch.dtype = torch.bfloat16  # what an exported model stores such a tensor in
+    dequantised: bool = True  # for each product; False: products read the stored values
     value_bytes: float = 0.0  # of one value of a projection; 0: the file's tensors say it
 
     def reads(self, quantisation: Mapping[str, Any]) -> bool:

@@ -39,6 +39,8 @@ class FloatRows(TensorRows):
 
 
 class FloatFormat(WeightFormat):
+    dequantised = False
+
     def __init__(self, name: str, stored: str):
         self.name, self.stored, self.dtype = name, stored, DTYPES[name]
         self.merged_dtype, self.value_bytes = self.dtype, self.dtype.itemsize

@@ -145,6 +145,7 @@ class Fp8Format(WeightFormat):
     name = "fp8"
     quantises = True
     experts = False
+    dequantised = False
     value_bytes = 1.0
 
     def reads(self, quantisation: Mapping[str, Any]) -> bool:
