@@ -1,14 +1,14 @@
-"""Numbers to GGUF blocks: our own quantisers, for what is exported.
+"""Quantises weights to GGUF blocks, for exports.
 
-A block keeps small codes and one or two scales (kernels/gguf_dequant/reference.py has the formulas). Codes follow from
-the scales by rounding; the scales are what has to be found. The obvious ones (largest value over largest code) spend
-the range on one outlier. search.py instead tries a row of step widths and solves for the best scale of each in closed
-form, which is cheap: all it needs of a block are a few sums. pack.py puts the result where the format wants it. Q8_0
-has codes enough: there the obvious scale is taken, and the bytes are those that llama.cpp writes.
+A block has small codes and one or two scales (kernels/gguf_dequant/reference.py has the formulas). The codes follow
+from the scales by rounding, so the task is to find good scales. The largest value over the largest code would spend the
+range on one outlier. search.py instead tries several step widths and solves for the best scale of each in closed form,
+which is cheap: it needs only a few sums over a block. pack.py writes the result in the layout of the format. Q8_0 has
+enough codes for the simple scale, and its bytes are those that llama.cpp writes.
 
-On a CPU the weight is cut into pieces that stay in a core's cache, and the cores take one after the other
-(kernels/cores.py). Pieces do not depend on the number of threads, so neither do the bytes. A weight on a GPU is
-quantised there, in larger pieces.
+On a CPU the weight is cut into pieces that stay in a core's cache, and the cores share them (kernels/cores.py). The
+pieces do not depend on the number of threads, so neither do the bytes. A weight on a GPU is quantised there, in larger
+pieces.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ TYPES = (
 )
 PIECE = 1 << 17  # values quantised at a time by a core
 DEVICE_PIECE = 1 << 24  # and by a GPU
-# The largest value that a block of each kind surely holds, as a multiple of what fp16 does.
+# The largest value that a block of each kind can always hold, as a multiple of the largest fp16 scale.
 _REACH = {
     **{"Q4_0": 7, "Q5_0": 15, "Q8_0": 127, "Q4_1": 1, "Q5_1": 1, "Q3_K": 3 * 31, "Q4_K": 63, "Q5_K": 63},
     **{"Q6_K": 31 * 127, "IQ4_NL": 113, "IQ4_XS": 31 * 113},
 }
-_SURE = 3e4  # of fp16's 65504: a search may end somewhat above the values it began with
+_SURE = 3e4  # less than fp16's 65504: a search may end with a scale above the first one
 
 
 def quantise(weight: torch.Tensor, type_name: str) -> torch.Tensor:
@@ -76,7 +76,7 @@ def _fill(out: torch.Tensor, x: torch.Tensor, kind: str) -> None:
     """x [n, values of a block] -> out [n, bytes of a block]."""
     if kind in PLAIN:
         plain = x.to(PLAIN[kind])
-        if not bool(plain.sum(dtype=torch.float32).isfinite()):  # which one inf or NaN spoils, and large sums may
+        if not bool(plain.sum(dtype=torch.float32).isfinite()):  # NaN and Inf, but also large values
             _check(float(x.abs().max()), torch.finfo(PLAIN[kind]).max, kind)
         out.copy_(plain.view(torch.uint8))
         return
@@ -92,9 +92,9 @@ def _fill(out: torch.Tensor, x: torch.Tensor, kind: str) -> None:
 
 
 def _check(largest: float, reach: float, kind: str) -> None:
-    """A NaN spoils a maximum."""
+    """Refuses NaN, Inf and values beyond `reach`. A NaN makes the maximum NaN."""
     if not largest < float("inf"):
-        raise GraftuneError("the weight holds values that are no numbers", fix="train again with a lower lr")
+        raise GraftuneError("the weight holds values that are not finite", fix="train again with a lower lr")
     if largest > reach:
         raise GraftuneError(f"the weight's largest value does not fit {kind}", fix="choose BF16 or F32")
 

@@ -1,8 +1,7 @@
-"""Scales and codes into the bytes of a block: kernels/gguf_dequant/reference.py read backwards.
+"""Packs scales and codes into the bytes of a block: the inverse of kernels/gguf_dequant/reference.py.
 
-Codes come as uint8 [n, values], scales as fp16 [n], the small numbers beside them as float [n, groups]; every function
-gives parts [n, ...] uint8 that lie one after the other in the block. Codes are laid over each other eight at a time,
-as words of 64 bits.
+Codes are uint8 [n, values], scales fp16 [n], and the small numbers beside them float [n, groups]. Every function
+returns parts [n, ...] uint8 that follow each other in the block. Eight codes at a time are packed, as words of 64 bits.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Scales that make the weighted squared error of a block small.
+"""Finds scales with a small weighted squared error of a block.
 
-With codes c fixed, the error is a quadratic form in the scale (and the minimum), so the best ones are known in closed
-form from a few sums over the block; with the scales fixed, the best codes are the nearest ones. So: try step widths
-around the obvious one, solve each, keep the best, and then go back and forth between the two, since the formats round
-scales as well (to fp16, or to four to eight bits beside a common fp16 scale). A value weighs its magnitude plus its
-group's root mean square: large weights matter more, small ones still count.
+With fixed codes c, the error is a quadratic form in the scale (and the minimum), so that a few sums over the block give
+the best ones in closed form; with fixed scales, the best codes are the nearest ones. So several step widths around the
+simple one are tried and solved, the best is kept, and codes and scales are then improved in turn, since the formats
+round scales as well (to fp16, or to four to eight bits beside a common fp16 scale). The weight of a value is its
+magnitude plus the root mean square of its group: large values matter more, small ones still count.
 
 Speed: each try passes over the values in a handful of in-place operations and leaves only its sums behind. The sums of
 all tries are then solved at once; solving each try by itself took longer than the passes, in the overhead of small
