@@ -108,7 +108,7 @@ def test_a_files_blocks_are_uploaded_byte_by_byte(rows, as_on_a_gpu):
     if rows:  # tokens were added: rows that only pad the table are left off
         tensors = dict(base.tensors) | {"lm_head.weight": FirstRows(base.tensors["lm_head.weight"], rows)}
         tensors["embed_tokens.weight"] = FirstRows(base.tensors["embed_tokens.weight"], rows)
-        base = dataclasses.replace(base, tensors=tensors, spec=dataclasses.replace(base.spec, vocab=rows))
+        base = dataclasses.replace(base, tensors=tensors, spec=base.spec.with_vocab(rows))
     decoder = quantised.placed(base, LORA, "keep").decoder
     q, k, v = decoder.blocks[0].mixer.qkv.frozen.members
     assert torch.equal(q.blocks, base.tensors["layers.0.self_attn.q_proj.weight"].blocks)
