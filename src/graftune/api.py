@@ -99,6 +99,8 @@ def open(
     session._use_loss(None if isinstance(loss, str) else loss)
     console.note(f"device: {session.runtime.describe()}; attention: {parts.attention.backend}")
     console.note(f"frozen weights: {parts.placement.describe()}")
+    if note := session.tokenizer.refused_template:
+        console.note(note)
     return session
 
 

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from graftune.cli import main
-from graftune.data.template import template_from_file
+from graftune.data.template import chat_format, template_from_file
 from graftune.errors import GraftuneError
+from graftune.exporting.write import export
+from graftune.settings.config import DataConfig
 from graftune.tokenizer import ChatTemplate, examine, examine_process, from_folder, from_gguf
 from tests.support import tiny
 from tests.support.thorough import THOROUGH
@@ -158,13 +160,44 @@ def test_every_way_to_load_a_template_examines_it(
     (tmp_path / "chat_template.jinja").write_text("hostile")
     monkeypatch.setattr(examine, "faults_of", lambda files: ["bad" if one.text == "hostile" else "" for one in files])
     ways = (
-        lambda: from_folder(tmp_path),
-        lambda: from_gguf(small_metadata | {"tokenizer.chat_template": "hostile"}),
+        lambda: chat_format(from_folder(tmp_path), DataConfig()),
+        lambda: chat_format(from_gguf(small_metadata | {"tokenizer.chat_template": "hostile"}), DataConfig()),
         lambda: template_from_file(str(tmp_path / "chat_template.jinja"), tiny.make_tokenizer()),
     )
     for load in ways:
         with pytest.raises(GraftuneError, match="the chat template is refused: bad"):
             load()
+
+
+@pytest.mark.parametrize(
+    ("source", "fault"),
+    [("{{ 'a' * 999999999 }}", "is refused: it exhausts the memory"), ("{% broken", "the template does not parse")],
+)
+def test_a_base_whose_template_cannot_be_used_opens_without_it(
+    source: str, fault: str, tiny_folder: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its template is refused where it would be used only, and does not reach adapters and exports."""
+    base = shutil.copytree(tiny_folder("llama"), tmp_path / "base")
+    (base / "chat_template.jinja").write_text(source)
+    (tmp_path / "mine.jinja").write_text(tiny.TEMPLATE)
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (tmp_path / "data.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    for template, saved in (("auto", None), ("none", None), (str(tmp_path / "mine.jinja"), tiny.TEMPLATE)):
+        out = tmp_path / f"run {Path(template).stem}"
+        line = ["train", str(base), f"{tmp_path}/data.jsonl", "--template", template, "--out", str(out)]
+        code = main([*line, "--max-steps", "1", "--rank", "2", "--max-seq-len", "64", "--device", "cpu"])
+        shown = capsys.readouterr().err
+        assert fault in shown and "\n\n" not in shown
+        if template == "auto":
+            assert code == 2
+            continue
+        assert code == 0 and shown.count(fault) == 1 and "is not saved with adapters and exports" in shown
+        found = from_folder(out / "adapter")
+        assert (found.template.source if found.template else None) == saved and found.template_fault is None
+        for to in ("peft", "merged"):
+            done = export(str(out), to, out=f"{out}/{to}")
+            assert any(fault in note for note in done.notes)
+            assert not any(source.encode() in file.read_bytes() for file in done.files)
 
 
 def test_conversations_reach_every_part_of_a_template() -> None:

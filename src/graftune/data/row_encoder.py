@@ -250,7 +250,8 @@ class RowEncoder:
     def _fitter(self, record: Record) -> Fitter:
         """One format serves the whole file: the template chosen, the model's own, or plain where it has none."""
         chat = record.kind in ("messages", "conversations")
-        if chat and self.config.template == "auto" and self.tokenizer.template is None:
+        own = self.tokenizer.template or self.tokenizer.template_fault
+        if chat and self.config.template == "auto" and own is None:
             raise GraftuneError(
                 "this is chat data, and the model has no chat template",
                 where=self.path,

@@ -32,6 +32,8 @@ def chat_format(tokenizer: Tokenizer, config: DataConfig) -> ChatFormat | None:
         return probe(PlainTemplate(tokenizer), "template: none", tokenizer, append_eos=False)
     if config.template == "auto":
         if tokenizer.template is None:
+            if tokenizer.template_fault is not None:
+                raise tokenizer.template_fault
             return None
         template, name = tokenizer.template, getattr(tokenizer.template, "name", "chat template")
     else:

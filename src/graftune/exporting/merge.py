@@ -192,7 +192,9 @@ def _with_whole_tables(base: Base, adapter: Adapter) -> Base:
                 where=str(adapter.folder),
                 fix="put its tokenizer.json there",
             )
-        tokenizer = dataclasses.replace(tok.from_folder(adapter.folder), template=base.tokenizer.template)
+        tokenizer = dataclasses.replace(
+            tok.from_folder(adapter.folder), template=tokenizer.template, template_fault=tokenizer.template_fault
+        )
         if tokenizer.vocab_size > size or len(tables) < 2:
             raise GraftuneError("its tables do not fit its tokenizer", where=str(adapter.folder), fix="copy it again")
     tensors = dict(base.tensors) | {name: TensorRows(table) for name, table in tables.items()}

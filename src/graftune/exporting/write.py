@@ -75,6 +75,8 @@ def export(
     writers = {"peft": _peft, "merged": _merged, "gguf-lora": _gguf_lora, "gguf": _gguf, "apr": _apr}
     with _folder_of(place):
         done: Exported = _written(writers[to], source, place, kind, console)
+    if note := source.base.tokenizer.refused_template:
+        done.notes.append(note)
     done.facts = {"to": to, "path": str(place), "bytes": _size(place)} | done.facts
     return done
 

@@ -126,8 +126,16 @@ class Tokenizer:
     add_bos: bool = False
     add_eos: bool = False
     template: ChatTemplate | None = None
+    template_fault: GraftuneError | None = None  # why the template in the base's files cannot be used
     stop_ids: tuple[int, ...] = ()
     rows: int = 0  # rows of the embedding, if the vocabulary has more tokens: those beyond cannot be used. 0: no limit
+
+    @property
+    def refused_template(self) -> str:
+        """A note where the base's own chat template cannot be used; empty otherwise."""
+        if self.template_fault is None:
+            return ""
+        return f"{self.template_fault.what}; the base's own chat template is not saved with adapters and exports"
 
     @property
     def bos_token(self) -> str | None:

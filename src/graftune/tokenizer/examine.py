@@ -45,15 +45,22 @@ class Untrusted(NamedTuple):
 
 def check(*files: Untrusted) -> None:
     """Raise GraftuneError for the first of these texts that cannot be used safely."""
-    known = user_cache.recall(CACHE)
+    for error in errors_of(*files).values():
+        raise error
+
+
+def errors_of(*files: Untrusted) -> dict[str, GraftuneError]:
+    """The errors of the texts that cannot be used safely, by kind. Texts after one that ends the process that tries it
+    are not examined: a tokenizer comes first, and is refused with its template unread."""
+    known, found = user_cache.recall(CACHE), dict[str, GraftuneError]()
     new = [file for file in files if known.get(file.key) is not True]
-    if not new:
-        return
-    for file, fault in zip(new, faults_of(new), strict=False):  # the list ends with the first process that died
+    for file, fault in zip(new, faults_of(new) if new else [], strict=False):
         if fault:
             what = f"the chat template is refused: {fault}" if file.kind == "template" else fault
-            raise GraftuneError(what, where=file.where, fix=FIXES[file.kind])
-        user_cache.remember(CACHE, file.key, True, CACHE_SIZE)
+            found[file.kind] = GraftuneError(what, where=file.where, fix=FIXES[file.kind])
+        else:
+            user_cache.remember(CACHE, file.key, True, CACHE_SIZE)
+    return found
 
 
 def faults_of(files: list[Untrusted]) -> list[str]:

@@ -23,7 +23,7 @@ from graftune.io.files import check_inside, open_plain
 from graftune.io.json_file import NotJson, read_object
 from graftune.tokenizer import examine
 from graftune.tokenizer.core import Tokenizer, check_text, find_stop_ids, guarded
-from graftune.tokenizer.template import ChatTemplate
+from graftune.tokenizer.template import base_template
 
 LONGEST = 128 << 20  # characters of a tokenizer.json: four times those of the largest vocabularies
 
@@ -37,7 +37,9 @@ def from_folder(folder: Path) -> Tokenizer:
     files = [examine.Untrusted("tokenizer", text, str(path))]
     if source is not None:
         files.append(examine.Untrusted("template", source, name))
-    examine.check(*files)
+    faults = examine.errors_of(*files)
+    if "tokenizer" in faults:
+        raise faults["tokenizer"]
     with guarded("be loaded", str(path), "fetch it again from the model's repository"):
         backend = tokenizers.Tokenizer.from_str(text)
         # Some repositories ship the padding and truncation of their last training run inside the file.
@@ -57,10 +59,11 @@ def from_folder(folder: Path) -> Tokenizer:
     stops = find_stop_ids(backend, [eos, *ends])
     if saved is not None:  # written by Tokenizer.save: the exact set, so that a saved tokenizer restores itself
         stops = tuple(sorted(_ids(saved, backend, folder / "tokenizer_config.json")))
-    template = None
+    template, fault = None, None
     if source is not None:
-        template = ChatTemplate(
+        template, fault = base_template(
             source,
+            faults.get("template"),
             bos_token="" if bos is None else backend.id_to_token(bos) or "",
             eos_token="" if eos is None else backend.id_to_token(eos) or "",
             name=name,
@@ -73,6 +76,7 @@ def from_folder(folder: Path) -> Tokenizer:
         add_bos=add_bos,
         add_eos=add_eos,
         template=template,
+        template_fault=fault,
         stop_ids=stops,
     )
 

@@ -16,11 +16,12 @@ from typing import Any
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from graftune.errors import GraftuneError
 from graftune.tokenizer import examine, pretokenize, token_kinds
 from graftune.tokenizer.core import Tokenizer, find_stop_ids, guarded
 from graftune.tokenizer.gguf_keys import Keys
 from graftune.tokenizer.pretokenize import PreRule
-from graftune.tokenizer.template import ChatTemplate
+from graftune.tokenizer.template import ChatTemplate, base_template
 
 Build = Callable[[Keys, list[str], PreRule], tokenizers.Tokenizer]
 _SPACE = "\u2581"  # SentencePiece's visible blank
@@ -47,6 +48,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     # Read to refuse a file that llama.cpp would not load; it adds the separator to WordPiece texts only.
     keys.wanted("add_sep_token", rule.add_sep, keys.token_id("seperator", size))
     backend.post_processor = _post_processor(tokens, bos if add_bos else None, eos if add_eos else None)
+    template, fault = _template(metadata, None if bos is None else tokens[bos], None if eos is None else tokens[eos])
     return Tokenizer(
         backend=backend,
         bos_id=bos,
@@ -54,7 +56,8 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         pad_id=keys.token_id("padding", size),
         add_bos=add_bos,
         add_eos=add_eos,
-        template=_template(metadata, None if bos is None else tokens[bos], None if eos is None else tokens[eos]),
+        template=template,
+        template_fault=fault,
         stop_ids=find_stop_ids(backend, [eos, keys.token_id("eot", size), keys.token_id("eom", size)]),
     )
 
@@ -167,11 +170,14 @@ def _post_processor(tokens: list[str], bos: int | None, eos: int | None) -> proc
     )
 
 
-def _template(metadata: Mapping[str, Any], bos: str | None, eos: str | None) -> ChatTemplate | None:
+def _template(
+    metadata: Mapping[str, Any], bos: str | None, eos: str | None
+) -> tuple[ChatTemplate | None, GraftuneError | None]:
     key = "tokenizer.chat_template"
     source = metadata.get(key)
     if source is None or source == "":
-        return None
+        return None, None
+    fault = None
     if isinstance(source, str):
-        examine.check(examine.Untrusted("template", source, f"GGUF key {key}"))
-    return ChatTemplate(source, bos_token=bos or "", eos_token=eos or "", name=f"GGUF key {key}")
+        fault = examine.errors_of(examine.Untrusted("template", source, f"GGUF key {key}")).get("template")
+    return base_template(source, fault, bos_token=bos or "", eos_token=eos or "", name=f"GGUF key {key}")

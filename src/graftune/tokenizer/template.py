@@ -129,3 +129,16 @@ class ChatTemplate:
     def dated(self, now: datetime.datetime) -> ChatTemplate:
         """The same template at another date: a resumed run renders what it rendered on its first day."""
         return ChatTemplate(self.source, bos_token=self.bos_token, eos_token=self.eos_token, name=self.name, now=now)
+
+
+def base_template(
+    source: str, fault: GraftuneError | None, *, bos_token: str, eos_token: str, name: str
+) -> tuple[ChatTemplate | None, GraftuneError | None]:
+    """The chat template in a base's files, or why it cannot be used; `fault` is what its trial found (examine.py). Such
+    a base opens without the template, and the error is raised where that template would be used."""
+    if fault is not None:
+        return None, fault
+    try:
+        return ChatTemplate(source, bos_token=bos_token, eos_token=eos_token, name=name), None
+    except GraftuneError as error:
+        return None, error

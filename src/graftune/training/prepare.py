@@ -189,6 +189,8 @@ def _read(config: Config, base: Base, adapter: Adapter | None, path: DataValue, 
     reader = with_template(with_new_tokens(base, new_tokens) if new_tokens else base, config, adapter).tokenizer
     if reader.template is not None:
         reader.template.checked_source()  # refused now, not when the first adapter is saved with it
+    if note := reader.refused_template:
+        console.note(note)
     console.note(f"reading {label(path)}")
     loss = choose(config.train)
     whole = prepare(path, reader, config.data, console, loss.data)

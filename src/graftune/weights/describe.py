@@ -16,6 +16,7 @@ from graftune.errors import GraftuneError
 from graftune.io.json_file import NotJson, read_object
 from graftune.model.part import AttentionShape
 from graftune.observe.memory import human_bytes
+from graftune.tokenizer import Tokenizer
 from graftune.weights import safetensors_io
 from graftune.weights.adapter import is_adapter, load_adapter
 from graftune.weights.base import Base, open_base
@@ -78,8 +79,14 @@ def _facts(base: Base) -> dict[str, Any]:
         "weights": _weights((t.dtype_name, t.nbytes) for t in base.tensors.values()),
         "head": "tied to the embedding" if spec.tied else "of its own",
         "vocabulary": f"{tokenizer.vocab_size} tokens for {spec.vocab} rows",
-        "template": "yes" if tokenizer.template is not None else "none: give --template, or train on plain text",
+        "template": _template(tokenizer),
     }
+
+
+def _template(tokenizer: Tokenizer) -> str:
+    if tokenizer.template_fault is not None:
+        return f"cannot be used ({tokenizer.template_fault.what}): give another with --template, or --template none"
+    return "yes" if tokenizer.template is not None else "none: give --template, or train on plain text"
 
 
 def _weights(stored: Iterable[tuple[str, int]]) -> str:
