@@ -7,15 +7,16 @@ torchrun's own agent starts and watches the ranks, in a process of its own, and 
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import os
 import signal
 import sys
 import time
-from pathlib import Path
+from functools import partial
 from typing import Any
+
+from tests.support import fork_server
 
 
 def misbehave(kind: str, number: int) -> None:
@@ -111,10 +112,7 @@ def rank_main(request: dict[str, Any], rank: int) -> int:
     """`graftune ...`, or what `main` of a module does, as one rank, its output in a log of its own."""
     from graftune.cli import main
 
-    log = os.open(f"{request['log']}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
+    fork_server.write_output_to(f"{request['log']}-{rank}", os.O_APPEND)
     patch(request, rank)
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if first and str(rank) in request.get("misbehave", {}):
@@ -179,37 +177,13 @@ def agent(request: dict[str, Any]) -> int:
         os._exit(code)
 
 
-def here(request: dict[str, Any]) -> int:
-    kept = [os.dup(number) for number in (1, 2)]
-    try:
-        return rank_main(request, 0)
-    finally:
-        for number, copy in zip((1, 2), kept, strict=True):
-            os.dup2(copy, number)
-            os.close(copy)
-        gc.collect()
-        gc.freeze()  # a run begins by looking through all that is alive, and ranks need not look through this
-
-
 def serve() -> None:
-    import torch
-    import torch.fx.experimental.symbolic_shapes  # the first backward of a process imports it; here it is shared
-
-    sys.path.insert(0, str(Path(__file__).parents[2]))
-    from graftune.training import reporter
-    from tests.support import rehearsed_once
-
-    importlib.import_module("graftune.api")
-    importlib.import_module("graftune.cli.app")
-    importlib.import_module("torch.distributed.launcher.api")
-    rehearsed_once.install()
-    reporter.loss_plot = lambda *_: None
-    torch.set_num_threads(1)
+    fork_server.prepare("torch.distributed.launcher.api")
     for line in sys.stdin:
         request = json.loads(line)
         if request.get("here"):
             print(json.dumps({"pids": [os.getpid()]}), flush=True)
-            print(json.dumps({"ends": [[here(request), 0.0]]}), flush=True)
+            print(json.dumps({"ends": [[fork_server.here(partial(rank_main, request, 0)), 0.0]]}), flush=True)
             continue
         if "module" in request:
             importlib.import_module(request["module"])  # here, so that every rank has it

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import socket
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from graftune.observe.events import evals, read_events, steps
-
-ROOT = Path(__file__).parents[2]
+from tests.support.fork_server import ROOT, Server
 
 
 @dataclass
@@ -35,28 +30,19 @@ class Ended:
 class Launcher:
     def __init__(self, root: Path):
         self.root, self.count = root, 0
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT / "src")}
-        self.server = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("fork_ranks.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        self.server = Server(Path(__file__).with_name("fork_ranks.py"))
+        self.close = self.server.close
 
     def start(self, size: int, *line: Any, **more: Any) -> list[int]:
         """`size` ranks, or with 0 one process that no launcher has started; their process numbers. `restarts`: under
         torchrun's agent, whose number it is then."""
-        assert self.server.stdin is not None
         self.count += 1
         self.size, self.log = max(1, size), self.root / f"log-{self.count}"
         request = {"size": size, "line": list(map(str, line)), "log": str(self.log), "port": free_port(), **more}
-        self.server.stdin.write(json.dumps(request) + "\n")
-        self.server.stdin.flush()
-        return list(self._answer()["pids"])
+        return list(self.server.send(request)["pids"])
 
     def wait(self) -> Ended:
-        ends = self._answer()["ends"]
+        ends = self.server.receive()["ends"]
         return Ended([end[0] for end in ends], [end[1] for end in ends], [self.said(r) for r in range(self.size)])
 
     def run(self, size: int, *line: Any, **more: Any) -> Ended:
@@ -66,15 +52,6 @@ class Launcher:
     def said(self, rank: int) -> str:
         path = Path(f"{self.log}-{rank}")
         return path.read_text() if path.exists() else ""
-
-    def close(self) -> None:
-        assert self.server.stdin is not None
-        self.server.stdin.close()
-        self.server.wait(30)
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.server.stdout is not None
-        return dict(json.loads(self.server.stdout.readline()))
 
 
 def free_port() -> int:

@@ -5,8 +5,6 @@ A line may be run in the server itself: what that imports and rehearses, every l
 
 from __future__ import annotations
 
-import gc
-import importlib
 import json
 import os
 import shutil
@@ -14,8 +12,10 @@ import signal
 import sys
 import tempfile
 import traceback
-from pathlib import Path
+from functools import partial
 from typing import Any
+
+from tests.support import fork_server
 
 
 def die_at(place: str, count: int) -> None:
@@ -59,10 +59,7 @@ def run(request: dict[str, Any]) -> int:
     from graftune.cli import main
     from tests.training import troubles
 
-    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
+    fork_server.write_output_to(request["log"], os.O_TRUNC)
     if request["trouble"]:
         troubles.befall(request["trouble"])
     try:
@@ -87,37 +84,13 @@ def child(request: dict[str, Any]) -> None:
         os._exit(code)
 
 
-def here(request: dict[str, Any]) -> int:
-    kept = [os.dup(number) for number in (1, 2)]
-    try:
-        return run(request)
-    finally:
-        for number, copy in zip((1, 2), kept, strict=True):
-            os.dup2(copy, number)
-            os.close(copy)
-        gc.collect()
-        gc.freeze()  # a run begins by looking through all that is alive, and children need not look through this
-
-
 def serve() -> None:
-    import torch
-    import torch.fx.experimental.symbolic_shapes  # the first backward of a process imports it; here it is shared
-
-    sys.path.insert(0, str(Path(__file__).parents[2]))
-    from graftune.training import reporter
-    from tests.support import rehearsed_once
-
-    importlib.import_module("graftune.api")
-    importlib.import_module("graftune.cli.app")
-    rehearsed_once.install()
-    if "draws" not in sys.argv:
-        reporter.loss_plot = lambda *_: None  # a second of every run, and nothing that most tests look at
-    torch.set_num_threads(1)
+    fork_server.prepare(draws="draws" in sys.argv)
     for line in sys.stdin:
         request = json.loads(line)
         if request["here"]:
             print(json.dumps({"pid": os.getpid()}), flush=True)
-            print(json.dumps({"code": here(request)}), flush=True)
+            print(json.dumps({"code": fork_server.here(partial(run, request))}), flush=True)
             continue
         pid = os.fork()
         if pid == 0:

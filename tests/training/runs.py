@@ -7,13 +7,12 @@ for each command line. A forked child is a process like any other: kill -9 takes
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from tests.support.fork_server import Server
 
 ROOT = Path(__file__).parents[2]
 # Dropout, two micro-batches a step, evaluations and checkpoints at steps that do not coincide, an early stop.
@@ -60,14 +59,8 @@ class Processes:
     slow = False
 
     def __init__(self, draws: bool = False) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT / "src")}
-        self.server = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("fork_server.py")), *(["draws"] if draws else [])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        self.server = Server(Path(__file__).with_name("fork_server.py"), *(["draws"] if draws else []))
+        self.close = self.server.close
 
     def start(
         self,
@@ -80,29 +73,17 @@ class Processes:
     ) -> int:
         """`here`: in the server itself, so that its children have what it imported and rehearsed. `environment`: what a
         child has beside the server's. `trouble`: what befalls it (troubles.py)."""
-        assert self.server.stdin is not None
         request = {"line": list(map(str, line)), "die_at": die_at, "log": str(log), "here": here}
         request |= {"environment": environment or {}, "trouble": trouble}
-        self.server.stdin.write(json.dumps(request) + "\n")
-        self.server.stdin.flush()
-        return int(self._answer()["pid"])
+        return int(self.server.send(request)["pid"])
 
     def wait(self) -> int:
         """Exit code, or minus the signal that ended it."""
-        return int(self._answer()["code"])
+        return int(self.server.receive()["code"])
 
     def run(self, *line: str, die_at: tuple[str, int] | None = None, log: Path, here: bool = False) -> int:
         self.start(*line, die_at=die_at, log=log, here=here)
         return self.wait()
-
-    def close(self) -> None:
-        assert self.server.stdin is not None
-        self.server.stdin.close()
-        self.server.wait(30)
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.server.stdout is not None
-        return dict(json.loads(self.server.stdout.readline()))
 
 
 def wait_for_step(run: Path, step: int, pid: int) -> None:

@@ -490,49 +490,6 @@ def test_what_only_watches_a_run_may_change_with_a_resume(finished: Path, tmp_pa
     assert (stored.run.trace_steps, stored.train.keep_last) == (0, 4), "free: for this time; stored: from now on"
 
 
-def test_odd_names_beside_checkpoints(finished: Path, tmp_path: Path) -> None:
-    run = stopped_copy(finished, tmp_path / "run")
-    root = run / "checkpoints"
-    before = checkpoint.steps(root)
-    for name in ("step-²", "step-", "step-3x", "step-+3", "step-1e3", "step-" + "9" * 40):
-        shutil.copytree(before[4], root / name)
-    (root / "step-3.part").symlink_to(tmp_path)
-    assert checkpoint.steps(root) == before
-    again(run)
-    assert adapter_bytes(run) == adapter_bytes(finished) and tmp_path.exists()
-
-
-def test_odd_events_in_the_log(finished: Path, tmp_path: Path) -> None:
-    run = stopped_copy(finished, tmp_path / "run")
-    odd = [{"event": kind, **more} for kind in ("step", "eval", "sample", "resume") for more in ({}, {"step": "2"})]
-    lines = [json.dumps(event) for event in (*odd, {"event": "run_start", "time": 1e300})]
-    log = run / "metrics.jsonl"
-    log.write_text("\n".join([*lines, log.read_text()]))
-    again(run)
-    assert adapter_bytes(run) == adapter_bytes(finished) and figures(run) == figures(finished)
-    log.write_text(log.read_text() + "[" * 100_000)  # a torn line, for all that can be read of it
-    assert figures(run) == figures(finished)
-
-
-ODD_ENDS: tuple[dict[str, Any], ...] = (
-    {"validation_loss": {"start": "a", "best": 1}},
-    {"validation_loss": {"start": 10**400, "best": []}},
-    {"validation_loss": 5, "step": "\x1b[2J"},
-    {"best_step": "x", "score": {"base": 1, "tuned": 2}, "trained": {}},
-)
-
-
-@pytest.mark.parametrize("odd", ODD_ENDS)
-def test_odd_figures_at_the_end_of_a_log(odd: dict[str, Any], finished: Path, tmp_path: Path, capsys: Any) -> None:
-    run = Path(shutil.copytree(finished, tmp_path / "run"))
-    log = run / "metrics.jsonl"
-    *before, last = log.read_text().splitlines()
-    log.write_text("\n".join([*before, json.dumps(json.loads(last) | odd)]) + "\n")
-    assert main(["train", "--resume", str(run)]) == 0
-    said = capsys.readouterr()
-    assert "is finished" in said.err and "\x1b" not in said.out + said.err
-
-
 def test_answers_of_a_log_that_do_not_fit_are_none() -> None:
     """They are compared with the tuned model's, one by one."""
     answers = object.__new__(Questions)
