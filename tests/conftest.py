@@ -94,7 +94,7 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What a test has to say though it passes (record_property("said", ...)), from all workers."""
+    """Prints what passing tests recorded (record_property("said", ...)), from all workers."""
     reports = [report for of_kind in terminalreporter.stats.values() for report in of_kind]
     said = [value for report in reports for name, value in getattr(report, "user_properties", ()) if name == "said"]
     for line in sorted(set(map(str, said))):

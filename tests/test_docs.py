@@ -179,7 +179,7 @@ def test_json_blocks_are_json():
 
 
 def test_the_memory_table_is_current():
-    """One cell planned again: a change of what a run takes has to be told by `python tools/fit.py`."""
+    """One cell planned again: after a change of what a run takes, run `python tools/fit.py`."""
     name, way = next(iter(fit.MODELS)), ("nf4", "full")
     planned = fit.row(name, [way])[" ".join(way)]
     assert json.loads(fit.PATH.read_text())["rows"][name][" ".join(way)] == pytest.approx(planned, rel=0.01)

@@ -83,10 +83,10 @@ def adapter_for(base: Path, folder: Path) -> Path:
 
 def test_no_example_sets_what_is_the_default_anyway():
     """A reader takes what stands there for a choice; these are written out on purpose."""
-    defaults, meant = Config.of({}).flat(), {"rank", "base", "epochs", "lr", "recompute", "weight_decay"}
+    defaults, allowed = Config.of({}).flat(), {"rank", "base", "epochs", "lr", "recompute", "weight_decay"}
     for path in EXAMPLES:
         same = {k for k, v in yaml.safe_load(path.read_text()).items() if defaults[k] == v}
-        assert same <= meant, path.name
+        assert same <= allowed, path.name
 
 
 def test_the_notebook_runs(

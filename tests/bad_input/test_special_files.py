@@ -1,4 +1,4 @@
-"""Pipes, devices and links under the names of files: nobody waits for them, nothing is written through them, and no
+"""Pipes, devices and links under the names of files: no reader waits for them, nothing is written through them, and no
 private file is copied onward.
 
 | finding | test |
@@ -74,7 +74,7 @@ def pipe() -> Iterator[Callable[[Path], Path]]:
         over.wait(PATIENCE)
         while not over.is_set():
             try:
-                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))  # an error unless somebody reads
+                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))  # an error unless a reader waits
                 waited.append(path)
             except OSError:
                 over.wait(0.05)
@@ -90,7 +90,7 @@ def pipe() -> Iterator[Callable[[Path], Path]]:
     over.set()
     for thread in threads:
         thread.join()
-    assert not waited, f"somebody waited for {waited[0].name}"
+    assert not waited, f"a reader waited for {waited[0].name}"
 
 
 def copied(folder: Path, tmp_path: Path) -> Path:

@@ -60,7 +60,7 @@ def compare(one: Path, several: Path, steps: int) -> tuple[float, float, float]:
 
 
 def run(launcher: Launcher, size: int, *arguments: str) -> None:
-    """0: one process that nobody launched, which is the launcher's server itself."""
+    """0: one process without a launcher, which is the launcher's server itself."""
     ended = launcher.run(size, *arguments, here=not size)
     assert ended.codes == [0] * max(1, size), ended.said
     assert all(not text for text in ended.said[1:]), "only rank 0 speaks"

@@ -59,7 +59,7 @@ def test_a_signal_stops_all_after_the_same_step(launcher: Launcher, base: Path, 
 
 
 def test_a_signal_stops_ranks_that_hear_of_it_at_different_steps(launcher: Launcher, base: Path, data: Path) -> None:
-    """As GPUs do: rank 0 is given figures two steps late, rank 1 at once. Nobody waits in a step that others left."""
+    """As GPUs do: rank 0 is given figures two steps late, rank 1 at once. No rank waits in a step that others left."""
     out = launcher.root / "heard late"
     pids = launcher.start(2, *cases.line(base, data, out, *MORE), misbehave={"0": ["late", 9], "1": ["late", 0]})
     wait_for(lambda: (out / "checkpoints" / "step-2").exists())

@@ -74,7 +74,7 @@ def test_two_ranks_share_a_gpu(tiny_folder, tmp_path):
 
 
 def test_a_step_that_never_ends_is_ended(tiny_folder, tmp_path):
-    """The device waits on a flag that nobody sets: no collective's time limit sees that."""
+    """The device waits on a flag that is never set: no collective's time limit sees that."""
     asked = settings(tiny_folder("llama"), tmp_path / "hung", deadline=5.0, eval_every=0, save_every=0, val_split=0.0)
     (process,) = started(1, asked.flat(), tmp_path, "hang")
     log, limit = tmp_path / "hung" / "metrics.jsonl", time.monotonic() + 300

@@ -22,7 +22,7 @@ CUDA = torch.device("cuda")
 
 
 def stepped(folder: Path, timed: bool, turns: int = 1, **more: Any) -> tuple[torch.Tensor, Profile]:
-    """Ten steps of two micro-batches, of which a profile times those from the fifth on."""
+    """Ten steps of two micro-batches, of which a profile times those starting at step 5."""
     ours, _, loop = ready(folder, compute=torch.bfloat16, **more)
     recorder = Recorder(DeviceClock(CUDA))
     for number in range(10):

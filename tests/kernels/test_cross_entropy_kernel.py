@@ -59,7 +59,7 @@ def test_like_the_reference(kernels_on, device, rows, vocabulary, dtype, scaled)
     alone, nothing = linear_cross_entropy.forward(x, head, labels, need_grad=False)
     assert nothing is None
     close(alone, total, torch.float32)
-    close(head.handed[-1], x @ head.weight.t(), dtype)  # nobody wrote to them
+    close(head.handed[-1], x @ head.weight.t(), dtype)  # they were not overwritten
 
 
 def test_like_autograd(kernels_on, device):

@@ -96,7 +96,7 @@ def test_those_that_refuse_are_left_out(asked):
 def test_long_products_are_timed_under_load(asked):
     alone = {1: 2.80, 2: 2.70, 3: 2.75, 4: 9.0}
     assert asked(Library([1, 2, 3, 4], None), alone, {1: 2.9, 2: 3.1, 3: 2.8}) == 3
-    assert asked(Library([1, 4], None), alone) == 1  # nobody is near
+    assert asked(Library([1, 4], None), alone) == 1  # no other one is near
 
 
 def test_a_choice_is_remembered(asked, tmp_path):

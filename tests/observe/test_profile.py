@@ -1,4 +1,4 @@
-"""The spans of a step: who owns its time, that they add up, and that nothing is there when nobody asks.
+"""The spans of a step: who owns its time, that they add up, and that there are no spans without a profiler.
 
 Times are those of a clock that ticks at every stamp: nothing here depends on how fast the machine is.
 """

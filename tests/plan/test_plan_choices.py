@@ -170,7 +170,7 @@ def test_what_the_host_lacks_is_refused_too(tiny_folder) -> None:
     from graftune.plan import best, largest, nearest, refusal
 
     asked = job_for(tiny_folder("llama"), 80 << 30, tokens_per_micro_batch=4096, recompute="offload")
-    assert asked.host_free is None, "nobody knows the machine that has the card"
+    assert asked.host_free is None, "the machine that has the card is not known"
     plan = best(asked)
     asked.host_free = plan.bytes.host
     assert best(asked).fits and best(asked).document()["host_free"] == plan.bytes.host

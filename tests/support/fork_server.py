@@ -1,5 +1,5 @@
-"""The shared code of the servers that fork processes for tests (tests/training/fork_server.py, tests/dist/fork_ranks.py),
-for both ends of their pipes. A server imports torch once, and its children have it, which saves seconds each."""
+"""Shared by the servers that fork processes for tests (tests/training/fork_server.py, tests/dist/fork_ranks.py), for
+both ends of their pipes. A server imports torch once, and its children have it, which saves seconds each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real chat templates with their real tokenizers: trained are the assistant's answers with their end, nothing else."""
+"""Real chat templates with their real tokenizers: only the assistant's answers are trained, with their end."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def adapter_bytes(run: Path) -> bytes:
 
 
 def logged_steps(run: Path) -> int:
-    """The highest step in the log so far, read while somebody else writes it."""
+    """The highest step in the log so far, read while another process writes it."""
     try:
         text = (run / "metrics.jsonl").read_bytes()
     except FileNotFoundError:

@@ -277,7 +277,7 @@ def test_a_resumed_run_goes_on_in_its_trackers_run(
         assert again[key] == known and again["resume"] == "allow"
     (folder / "tracker.json").write_text("[")
     Tracking(name, folder, {}, lambda text: pytest.fail(text))({"event": "resume", "step": 7})
-    assert "resume" not in calls[-1] and "run_id" not in calls[-1], "nobody knows which: a new one"
+    assert "resume" not in calls[-1] and "run_id" not in calls[-1], "it is not known which: a new one"
 
 
 def test_tensorboard_hides_steps_that_were_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,4 +374,4 @@ def test_a_floor_is_kept_for_its_card_model_and_shape(tmp_path: Path, monkeypatc
     assert floors.measured(key, nothing, nothing, console) == 3.5 == floors.known(session, shape)  # type: ignore[arg-type]
     assert floors.known(session, shape._replace(capacity=128)) is None and floors.known(session, None) is None
     (tmp_path / "floors.json").write_text('{"card and model-64": "fast"}')
-    assert floors.known(session, shape) is None, "a file of somebody else's"
+    assert floors.known(session, shape) is None, "a damaged file"
