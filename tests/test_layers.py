@@ -7,8 +7,6 @@ import ast
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1] / "src" / "graftune"
 ROWS = [
     ["errors", "ranks", "arithmetic", "private", "io", "settings", "batch", "runtime", "spans", "graph"],
@@ -25,6 +23,10 @@ ROWS = [
 ROW = {name: number for number, row in enumerate(ROWS) for name in row}
 TOP = {"__init__", "__main__"}  # the package's entry points may import everything
 ROOT_MODULES = 15  # at most
+CYCLES_TO_REMOVE: set[str] = {
+    "graftune.data.find",
+    "graftune.data.hub",
+}
 
 
 def imports(source: str, package: str) -> set[str]:
@@ -122,12 +124,11 @@ def on_a_cycle(edges: dict[str, set[str]]) -> list[str]:
     return sorted(name for name in edges if name in reached(name))
 
 
-@pytest.mark.xfail(strict=False, reason="until the last cycles are removed")
 def test_no_import_cycles():
     """In the whole package. Imports point down between folders, so a cycle would lie inside of one."""
     files = module_files()
     edges = {name: imported(path.read_text(), set(files)) - {name} for name, path in files.items()}
-    cycle = on_a_cycle(edges)
+    cycle = [name for name in on_a_cycle(edges) if name not in CYCLES_TO_REMOVE]
     assert not cycle, "\n".join(f"{name} imports {', '.join(sorted(edges[name] & set(cycle)))}" for name in cycle)
 
 

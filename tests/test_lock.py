@@ -52,7 +52,7 @@ def test_a_lock_beats_while_it_is_held(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_lock_that_is_taken_away_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between opening the file and locking it, its last owner deletes it: a lock on a deleted file would keep no other process out."""
+    """Between opening the file and locking it, its last owner deletes it: that lock would keep no process out."""
     lock, real = FolderLock(tmp_path), os.open
     opened: list[object] = []
 

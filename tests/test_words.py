@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from graftune.settings.config import leaves
 
 TESTS = Path(__file__).resolve().parent
@@ -43,6 +41,25 @@ WORDINGS = re.compile(
     r"|\bwhat (a|an|the) [\w-]+ is to\b",
     re.IGNORECASE,
 )
+# Folders and files that are still to be rewritten or renamed: take each out of this list when it is done.
+UNFINISHED = (
+    "tests/training/test_going_on.py",
+    "src/graftune/api.py",
+    "src/graftune/data/",
+    "src/graftune/dist/",
+    "src/graftune/infer/",
+    "src/graftune/kernels/",
+    "src/graftune/losses/",
+    "src/graftune/model/",
+    "src/graftune/observe/",
+    "src/graftune/plan/",
+    "src/graftune/session/",
+    "src/graftune/step/",
+    "src/graftune/training/",
+    "src/graftune/weights/",
+    "tests/tokenizer/vocabularies.py",
+)
+CLASSES_TO_RENAME: set[str] = {"AttentionShape", "Block", "RunState"}
 # Of messages only: a comment may well say that something is made once a step.
 MESSAGES = re.compile(
     r"\bone a (layer|line|value|row|step)\b|object an answer|what auto came to|\bby (itself|themselves)\b"
@@ -103,31 +120,31 @@ def odd_names(path: Path) -> list[str]:
     return found + ([f"{shown(path)}: a file is named after what is inside"] if path.stem in FILES else [])
 
 
-@pytest.mark.xfail(strict=False, reason="until all parts of the package are renamed")
 def test_names_explain_themselves() -> None:
-    found = [line for path in sources(PACKAGE, TESTS) for line in odd_names(path)]
+    found = [
+        line for path in sources(PACKAGE, TESTS) if not shown(path).startswith(UNFINISHED) for line in odd_names(path)
+    ]
     assert not found, "\n".join(found)
 
 
-@pytest.mark.xfail(strict=False, reason="until all parts of the package are rewritten")
 def test_sentences_are_plain() -> None:
     found = [
         f"{shown(path)}:{line}: {match[0]}"
         for path in sources(PACKAGE, TESTS)
+        if not shown(path).startswith(UNFINISHED)
         for line, text in texts(path)
         if (match := WORDINGS.search(text))
     ]
     assert not found, "\n".join(found)
 
 
-@pytest.mark.xfail(strict=False, reason="until all parts of the package are renamed")
 def test_a_class_name_has_one_meaning() -> None:
     classes: dict[str, list[str]] = {}
     for path in sources(PACKAGE):
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef):
                 classes.setdefault(node.name, []).append(shown(path))
-    twice = {name: places for name, places in classes.items() if len(places) > 1}
+    twice = {name: places for name, places in classes.items() if len(places) > 1 and name not in CLASSES_TO_RENAME}
     assert not twice, "\n".join(f"{name}: {', '.join(places)}" for name, places in sorted(twice.items()))
 
 

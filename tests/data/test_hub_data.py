@@ -1,5 +1,5 @@
 """Data sets by their name on the Hub, against a Hub of our own on loopback: which files a split and a subset are, what
-is said where there is none, where access is gated or nobody answers, and the cache that does without a network.
+is said where there is none, where access is gated or the Hub does not answer, and the cache without a network.
 
 The client reads its settings when it is imported, so it runs in a process of its own, one for all questions (without
 torch, which reading rows does not need).

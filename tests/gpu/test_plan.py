@@ -44,7 +44,7 @@ def test_a_run_says_what_was_planned_and_what_it_took(tiny_folder, tmp_path: Pat
 
 def test_refused_on_a_full_card_and_the_suggestion_runs(tmp_path: Path) -> None:
     """A small model in a micro-batch of 32768 tokens: two policies are a GiB apart. All else of the card is held here,
-    so nobody else may be on it."""
+    so no other process may use it."""
     device = torch.device("cuda", 0)
     shape = Shape("small", 256, 1024, 8, 4, 2, 300, tied=True)
     write_folder(shape, tmp_path / "base", device)

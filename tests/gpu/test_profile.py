@@ -1,5 +1,5 @@
 """A captured step is profiled as it is captured: the same bits, spans in order, nearly all of the time owned, and no
-event in a graph that nobody profiles."""
+event in a graph without a profiler."""
 
 from __future__ import annotations
 

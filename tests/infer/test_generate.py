@@ -159,7 +159,7 @@ def test_prompts_together_equal_one_by_one(ours: oracle.Ours) -> None:
 
 
 class Fixed(TokenStep):
-    """The step as it is captured on CUDA: sequences that have ended stay in the batch, and their results are not read."""
+    """The step as it is captured on CUDA: ended sequences stay in the batch, and their results are not read."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options | {"fixed": True})

@@ -266,7 +266,7 @@ def test_refused(monkeypatch):
 def test_a_step(device, shallow_folder, monkeypatch, variant, lora, recompute, long, coded):
     """Loss and gradients of a whole model: by the references as by the kernels, and near those of the fp32 base.
     `coded`: to how many projections with adapters dY comes with its codes: all but the upper block's down, which a loss
-    is before, its o, where rows that predict nothing are filled in, and the lower qkv, whose dX nobody wants."""
+    is before, its o, where rows that predict nothing are filled in, and the lower qkv, whose dX is not needed."""
     variant, _, both = variant.partition("-")
     folder, packed, calls = shallow_folder(variant, intermediate_size=96), batch(), []
     monkeypatch.setattr(oracle, "Placement", lambda kind, why: Placement(kind, why, (Option(both),)))

@@ -80,7 +80,7 @@ def _lines(name: str) -> Any:
     several bars of it at once, one of them for the files; nothing is said where all of them were in the cache."""
     from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-    class Lines(tqdm):  # the package's own bars show nothing where no terminal is
+    class ProgressLines(tqdm):  # the package's own bars show nothing where no terminal is
         shown, received = time.monotonic(), 0
 
         def __init__(self, *values: Any, **settings: Any) -> None:
@@ -93,21 +93,21 @@ def _lines(name: str) -> Any:
 
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
             self._note()
-            if self.unit == "B" and time.monotonic() - Lines.shown > LINE_EVERY:
-                Lines.shown = time.monotonic()
-                sys.stderr.write(f"{name}: {_megabytes(Lines.received)} downloaded\n")
+            if self.unit == "B" and time.monotonic() - ProgressLines.shown > LINE_EVERY:
+                ProgressLines.shown = time.monotonic()
+                sys.stderr.write(f"{name}: {_megabytes(ProgressLines.received)} downloaded\n")
 
         def _note(self) -> None:
             if self.unit == "B":
-                Lines.received = max(Lines.received, int(self.n))
+                ProgressLines.received = max(ProgressLines.received, int(self.n))
 
         def close(self) -> None:
-            if not self.disable and self.unit != "B" and Lines.received:
-                received = _megabytes(Lines.received)
+            if not self.disable and self.unit != "B" and ProgressLines.received:
+                received = _megabytes(ProgressLines.received)
                 sys.stderr.write(f"{name}: {self.n} of {self.total} files are here, {received} downloaded\n")
             super().close()
 
-    return Lines
+    return ProgressLines
 
 
 def _megabytes(count: int) -> str:
