@@ -1,12 +1,12 @@
-"""Where our Triton kernels run, and the one way they are launched.
+"""Chooses between a Triton kernel and its reference, and launches our Triton kernels.
 
-They run on CUDA; elsewhere the references beside them compute the same. `fused` and `augments` decide that for every
-operation alike; the tests replace them to run the kernels through Triton's interpreter on a CPU. `kernel.py` files are
-imported only where they run: Triton is not on every machine.
+Our kernels run on CUDA; on other devices the references next to them compute the same results. `fused` and `augments`
+decide this for all operations; tests replace them to run the kernels through Triton's interpreter on a CPU. `kernel.py`
+files are imported only where they run, because Triton is not installed on every machine.
 
-A kernel is launched as Triton has it, `kernel[grid](...)`. For meta tensors nothing is launched, so that the functions
-around the kernels can be rehearsed (rehearsal.py): they allocate their results by their own code. For the same reason
-questions about the device are asked here, and not of torch.cuda.
+A kernel is launched with Triton's syntax, `kernel[grid](...)`. For meta tensors nothing is launched, so that the memory
+plan can run the code around the kernels (rehearsal.py) and count what it allocates. For the same reason, code asks
+this module about a device, not torch.cuda.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from graftune import spans
 from graftune.kernels import rehearsal
 from graftune.private import storage_id
 
-ALIGNMENT = 256  # of what an allocator gives out
+ALIGNMENT = 256  # bytes, of an allocator's addresses
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def operation(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A decorator for the functions that compute: a profile counts their time under this name. `spans.PRODUCT` is for
-    matrix products, which the projections name."""
+    """Decorate a function that computes: a profile counts its time under this name. With `spans.PRODUCT` it counts
+    under the name that the projection gave (`spans.product`)."""
 
     def named(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
@@ -70,12 +70,12 @@ def kernel(function: Callable[..., None]) -> Kernel: ...
 @overload
 def kernel(**options: Any) -> Callable[[Callable[..., None]], Kernel]: ...
 def kernel(function: Callable[..., None] | None = None, **options: Any) -> Any:
-    """A decorator in the place of triton.jit, with its options, for functions that are launched from the host."""
+    """Replaces triton.jit, with its options, for functions that are launched from the host."""
     return functools.partial(Kernel, **options) if function is None else Kernel(function)
 
 
 def on_gpu(place: torch.Tensor | torch.device) -> bool:
-    """Whether a tensor lies, or would lie, on a GPU; or whether a device is one."""
+    """Whether a tensor or a device is on a GPU; in a rehearsal, whether a meta tensor stands for GPU memory."""
     if isinstance(place, torch.Tensor):
         return place.is_cuda or (place.is_meta and kind_of(place) == "cuda")
     about = _about(place)
@@ -83,36 +83,36 @@ def on_gpu(place: torch.Tensor | torch.device) -> bool:
 
 
 def kind_of(x: torch.Tensor) -> str:
-    """The kind of device that a tensor lies on, or would lie on."""
+    """The type of a tensor's device ("cuda", "cpu"); in a rehearsal, of the device that a meta tensor stands for."""
     now = _rehearsal(x)
     return x.device.type if now is None else now.kind_of(x)
 
 
 def device_of(x: torch.Tensor) -> torch.device:
-    """The device to send others to that should lie with x. A meta tensor's own does not say which memory it stands
-    for."""
+    """The device on which to put tensors that belong with x. A meta tensor does not know which memory it stands for,
+    so the rehearsal decides."""
     return x.device if not x.is_meta else rehearsal.META if on_gpu(x) else torch.device("cpu")
 
 
 def fused(x: torch.Tensor) -> bool:
-    """Whether a Triton kernel computes it. An empty input launches no kernel."""
+    """Whether a Triton kernel computes with x. An empty input launches no kernel."""
     return on_gpu(x) and x.numel() > 0
 
 
-def best(reference: ModuleType, x: torch.Tensor) -> Any:
-    """The module that computes x: the kernel.py beside the reference where a Triton kernel does, else the reference."""
+def implementation(reference: ModuleType, x: torch.Tensor) -> Any:
+    """The module to call for x: kernel.py next to the reference if a Triton kernel computes, else the reference."""
     if not fused(x):
         return reference
     return importlib.import_module(reference.__name__.removesuffix("reference") + "kernel")
 
 
 def augments(device: torch.device) -> bool:
-    """Whether weights get adapter columns beside them (model/projection.py)."""
+    """Whether frozen weights are stored with columns for their adapters (model/projection.py)."""
     return on_gpu(device)
 
 
 def address(x: torch.Tensor) -> int:
-    """Where a tensor begins. A meta tensor gets a number that is as distinct and as aligned as an address."""
+    """A tensor's address. A meta tensor gets a number that is as unique and as aligned as an address."""
     if not x.is_meta:
         return x.data_ptr()
     return storage_id(x.untyped_storage()) * ALIGNMENT + int(x.storage_offset()) * x.element_size()
@@ -139,7 +139,7 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def is_elsewhere(device: torch.device) -> bool:
-    """Whether a device is planned for that is not here: its libraries are taken to be installed."""
+    """Whether a plan is made for a device of another machine, whose libraries are assumed to be installed."""
     about = _about(device)
     return about is not None and not about.here
 
@@ -153,5 +153,5 @@ def _about(device: torch.device) -> rehearsal.Device | None:
 
 
 def power_of_two(n: int, least: int = 1) -> int:
-    """The smallest power of two that holds n: Triton's tiles have such sides."""
+    """The smallest power of two that is at least n: Triton's tiles need such sizes."""
     return max(least, 1 << (n - 1).bit_length())

@@ -1,13 +1,13 @@
-"""The loop around the step that never waits for it.
+"""Sends optimizer steps to the device without waiting for them.
 
-Batches are packed by the loader's thread, which also puts them into pinned memory and sends them over on a stream of
-its own (`stage`). `micro` copies one of them into the captured step's inputs and replays; `update` uploads the live row
-of hyperparameters, replays the update and sends the figures back; `step` is all of one optimizer step. Nothing here
-reads a device value. `finished` gives the figures of steps that are done, as a rule a step late; the host is at most
-`AHEAD` steps ahead of the device, so that a signal is noticed soon.
+The loader's thread packs batches, puts them into pinned memory and copies them to the device on a separate stream
+(`stage`). `micro` copies a staged batch into the inputs of the captured micro-step and replays it. `update` uploads the
+hyperparameters, replays the update and copies the step's figures back. `step` does one whole optimizer step. Nothing
+here reads a device value. `finished` returns the figures of steps that are done, usually one step late; the host is at
+most `AHEAD` steps ahead of the device, so that a signal is noticed soon.
 
-A batch of another shape than those that are captured runs eagerly (`eager`), between replays if need be. On a CPU, and
-with `graph` off, the same callables run eagerly and in order.
+A batch whose shape was not captured runs eagerly (`eager`), between replays if necessary. On a CPU, and with `graph`
+off, the same functions run eagerly and in order.
 """
 
 from __future__ import annotations
@@ -43,31 +43,32 @@ class Figures(NamedTuple):
     grad_norm: float
     skipped: bool
     response_tokens: float  # as the device counted them
-    scale: float  # fp16's loss scale behind this step; 0 where there is none
+    scale: float  # fp16's loss scale after this step; 0 in other dtypes
     more: dict[str, float]  # the loss's own figures, by name
     signals: RankSignals = RankSignals()  # from the other ranks
 
     @staticmethod
     def of(tag: Any, step: Step, report: Sequence[float]) -> Figures:
-        """From what `Step.report` holds."""
+        """Names the numbers of `Step.report`."""
         (loss, norm, skipped, tokens, scale), more = report[:REPORTED], report[step.own_figures]
         named = dict(zip(step.loss.figures, more, strict=True))
         return Figures(tag, loss, norm, bool(skipped), tokens, scale, named, step.signals(report))
 
 
 def pipeline_for(step: Step, *, graph: bool = True) -> BaseLoop:
+    """The loop for the step's device."""
     return DeviceLoop(step, graph) if step.arena.device.type == "cuda" else HostLoop(step)
 
 
 class BaseLoop(ABC):
-    """Sends one optimizer step after the other, in the same way on every device."""
+    """Runs one optimizer step after the other; what all devices have in common."""
 
-    ahead = 0  # further steps that may have been sent before the caller is given a step's figures
+    ahead = 0  # steps that may have been sent after the one whose figures the caller gets
     captures = 0  # micro-steps captured so far
     graph = False  # whether steps are captured and replayed
     waited = 0.0  # seconds that the host waited for the device
     count = 0  # updates sent
-    in_micro = False  # a micro-batch is computed, and the weights are those of the last update
+    in_micro = False  # a micro-batch is running, so the weights are those of the last update
     work: Step
 
     @property
@@ -79,11 +80,11 @@ class BaseLoop(ABC):
         self.work.discard()
 
     def uncaptured(self) -> AbstractContextManager[None]:
-        """Steps of the shapes that are captured run eagerly inside, by the same callables."""
+        """Inside, steps of captured shapes run eagerly, through the same functions."""
         return nullcontext()
 
     def bound_documents(self, longest: int) -> None:  # noqa: B027 (only captured steps have a bound)
-        """Documents of the micro-batches to come have at most `longest` tokens."""
+        """Promise that documents of later micro-batches have at most `longest` tokens."""
 
     @abstractmethod
     def stage(self, batch: PackedBatch) -> Any:
@@ -91,15 +92,15 @@ class BaseLoop(ABC):
 
     @abstractmethod
     def eager(self, batch: PackedBatch, dropout_seed: int) -> None:
-        """`micro` for a batch of a shape of its own, from the host."""
+        """`micro` for a batch on the host whose shape was not captured."""
 
     @abstractmethod
     def finished(self, wait: bool = False) -> list[Figures]:
-        """Figures of the steps that are done; `wait`: of all."""
+        """Figures of the steps that are done; with `wait`, of all steps that were sent."""
 
     @abstractmethod
     def next(self) -> Figures:
-        """The figures of the oldest step that was not asked for yet, waited for."""
+        """Wait for the oldest step whose figures were not returned yet, and return them."""
 
     def micro(self, staged: Any, dropout_seed: int) -> None:
         """Add the loss and the gradients of a staged batch."""
@@ -108,19 +109,19 @@ class BaseLoop(ABC):
         self._micro(staged, dropout_seed)
 
     def update(self, hyper: Mapping[str, float], tag: Any = None) -> None:
-        """Apply the gradients that have added up; `tag` comes back with the figures of the step."""
+        """Apply the summed gradients; `tag` comes back with the figures of the step."""
         spans.phase("host to device", operation="hyperparameters")
         self._upload(hyper)
         self.work.reduce_outside_graph()
         self._update()
         spans.phase("update", operation="figures")
         self._fetch_report(tag)
-        # After the first update, too: ranks that begin with other weights are noticed.
+        # Also after the first update, so that ranks that start with different weights are noticed.
         if self.work.reduce is not None and self.count % FINGERPRINT_EVERY == 0:
             self.work.tail.fingerprint(self.work.arena.weights)
         self.count += 1
 
-    def _begin(self) -> None:  # noqa: B027 (a hook, not a duty)
+    def _begin(self) -> None:  # noqa: B027 (a hook that a loop may leave out)
         """Called before every micro-batch."""
 
     @abstractmethod
@@ -140,6 +141,7 @@ class BaseLoop(ABC):
         tag: Any = None,
         between: Callable[[], None] = lambda: None,
     ) -> None:
+        """One optimizer step over staged batches; `between` is called before each micro-batch."""
         for batch, dropout_seed in zip(staged, dropout_seeds, strict=True):
             between()
             self.in_micro = True
@@ -182,10 +184,12 @@ class HostLoop(BaseLoop):
 
 
 class BatchShape(NamedTuple):
+    """The sizes of a batch's tensors: a captured micro-step serves one shape."""
+
     tokens: int
     documents: int
     rows: int
-    extra: tuple[tuple[str, torch.dtype, int], ...] = ()  # name, dtype and length of what the loss adds
+    extra: tuple[tuple[str, torch.dtype, int], ...] = ()  # name, dtype and length of the loss's fields
 
     @staticmethod
     def of(batch: PackedBatch) -> BatchShape:
@@ -194,8 +198,8 @@ class BatchShape(NamedTuple):
 
 
 class BatchBuffer:
-    """The tensors of a batch of one shape as views into one flat int64 buffer, so that it travels in one copy: first
-    what every batch has, then the fields of the loss."""
+    """Lays out a batch's tensors in one flat int64 buffer, so that one copy transfers it: first the fields of every
+    batch, then those of the loss."""
 
     def __init__(self, shape: BatchShape):
         numbers = {"tokens": shape.tokens, "positions": shape.tokens, "rows": shape.rows, "labels": shape.rows}
@@ -207,12 +211,13 @@ class BatchBuffer:
         self.size = sum(self.sizes)
 
     def views(self, flat: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """(what every batch has, the loss's fields), by name."""
+        """(fields of every batch, the loss's fields), by name."""
         parts = zip(self.fields, flat.split(self.sizes), strict=True)
         found = [(name, part.view(dtype)[:count]) for (name, dtype, count), part in parts]
         return dict(found[: self.own]), dict(found[self.own :])
 
     def fill(self, flat: torch.Tensor, batch: PackedBatch) -> None:
+        """Copy a batch into the flat buffer."""
         own, extra = self.views(flat)
         for name, view in own.items():
             view.copy_(getattr(batch, name))
@@ -222,7 +227,7 @@ class BatchBuffer:
 
 @dataclass
 class TransferSlot:
-    """Buffers for one batch in transfer: pinned memory, its copy on the device, and the two events that guard them."""
+    """Buffers for one batch in transfer: pinned memory, its copy on the device, and an event that guards each."""
 
     host: torch.Tensor
     device: torch.Tensor
@@ -233,18 +238,20 @@ class TransferSlot:
 
 
 class MicroStepInputs:
-    """The fixed tensors a captured micro-step reads, and the micro-step."""
+    """The fixed tensors that a captured micro-step reads, and the micro-step."""
 
     def __init__(self, step: Step, shape: BatchShape, graph: bool, pool: Any):
         flat = BatchBuffer(shape)
         self.flat = torch.zeros(flat.size, dtype=torch.int64, device=step.arena.device)
         own, extra = flat.views(self.flat)
-        # Lengths on the host are for the CPU's attention alone; the captured step reads cu_seqlens.
+        # Only the CPU's attention reads lengths on the host; the captured step reads cu_seqlens.
         batch = PackedBatch(**own, lengths=(shape.tokens,), response_tokens=0, extra=extra)  # type: ignore[arg-type]
         self.run = Captured(lambda: step.micro_step(batch), enabled=graph, pool=pool)
 
 
 class DeviceLoop(BaseLoop):
+    """Captures each micro-step and the update as CUDA graphs and replays them, or launches their kernels eagerly."""
+
     ahead = AHEAD
 
     def __init__(self, step: Step, graph: bool):
@@ -263,11 +270,11 @@ class DeviceLoop(BaseLoop):
 
     @property
     def captures(self) -> int:  # type: ignore[override]
-        """One a shape, and a run has one shape."""
+        """Captured micro-steps: one for each shape, and a run normally has one shape."""
         return sum(inputs.run.graph is not None for inputs in self.inputs.values())
 
     def stage(self, batch: PackedBatch) -> TransferSlot:
-        """Send a batch over; called by the loader's thread, which may wait for a slot's earlier copy."""
+        """Copy a batch to the device. Called by the loader's thread, which may wait for a slot's earlier copy."""
         shape = BatchShape.of(batch)
         flat = BatchBuffer(shape)
         slot = self._slot(shape, flat.size)
@@ -279,8 +286,8 @@ class DeviceLoop(BaseLoop):
         return slot
 
     def bound_documents(self, longest: int) -> None:
-        """Documents of the micro-batches to come have at most `longest` tokens. A captured step has that bound built
-        in, so a larger one is captured anew."""
+        """Promise that documents of later micro-batches have at most `longest` tokens. The bound is a constant of a
+        captured step, so a larger one drops the captures."""
         if self.work.longest is None or self.work.longest < longest:
             self.work.longest = longest
             self.inputs.clear()
@@ -297,14 +304,14 @@ class DeviceLoop(BaseLoop):
         inputs.run()
 
     def eager(self, batch: PackedBatch, dropout_seed: int) -> None:
-        """Kernels are launched one by one."""
+        """Run a batch whose shape was not captured, kernel by kernel."""
         self._begin()
         if self.work.dropout:
             self.work.set_dropout_seed(dropout_seed)
         self.work.micro_step(batch.to(self.device), any_shape=True)
 
     def _begin(self) -> None:
-        """Before the first micro-batch of a step: the host keeps at most `AHEAD` steps ahead of the device."""
+        """Before the first micro-batch of a step, wait until the host is less than `AHEAD` steps ahead."""
         if self.begun:
             return
         while len(self.under_way) >= AHEAD:
@@ -343,7 +350,7 @@ class DeviceLoop(BaseLoop):
 
     @contextmanager
     def uncaptured(self) -> Iterator[None]:
-        """BaseLoop of the shapes that are captured run eagerly inside, by the same callables."""
+        """Inside, steps of captured shapes run eagerly, through the same functions."""
         captured = [*(inputs.run for inputs in self.inputs.values()), self.update_step]
         for one in captured:
             one.enabled = False
@@ -354,7 +361,7 @@ class DeviceLoop(BaseLoop):
                 one.enabled = self.graph
 
     def _inputs(self, shape: BatchShape) -> MicroStepInputs:
-        assert self.work.longest is not None, "a captured step needs a bound on document lengths: call hold first"
+        assert self.work.longest is not None, "a captured step needs a bound: call bound_documents first"
         if shape not in self.inputs:
             self.inputs[shape] = MicroStepInputs(self.work, shape, self.graph, self.pool)
         return self.inputs[shape]
@@ -365,12 +372,12 @@ class DeviceLoop(BaseLoop):
         except queue.Empty:
             slot = None
         if slot is not None and slot.used:
-            slot.arrived.synchronize()  # its pinned memory is still being read until then
+            slot.arrived.synchronize()  # the earlier copy reads the pinned memory until then
         if slot is None or len(slot.host) != size:
             if slot is not None:
-                self.copies.wait_event(slot.taken)  # its memory on the device goes to the next that asks on this stream
-            with torch.cuda.stream(self.copies):  # from that stream's memory: no work of another may still be on it
-                host = torch.zeros(size, dtype=torch.int64, pin_memory=True)  # and of that device's context
+                self.copies.wait_event(slot.taken)  # the allocator reuses its device memory on this stream
+            with torch.cuda.stream(self.copies):  # allocate for this stream, in this device's context
+                host = torch.zeros(size, dtype=torch.int64, pin_memory=True)
                 device = torch.empty(size, dtype=torch.int64, device=self.device)
             slot = TransferSlot(host, device, shape, torch.cuda.Event(), torch.cuda.Event())
         slot.shape, slot.used = shape, True

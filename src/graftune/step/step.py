@@ -3,13 +3,13 @@
     micro_step   forward, loss, backward; gradients add up in the arena     (N times)
     update_step  norm, clip, AdamW, zero                                    (once)
 
-Losses and gradients are sums; the one division, by the loss's divisor of the whole optimizer step (response tokens or
-their weights), is folded into the clip's factor. So N micro-batches equal one N-times batch exactly, whatever their
-sizes.
+Losses and gradients are sums. They are divided once, by the loss's divisor for the whole optimizer step (the number of
+response tokens, or the sum of their weights), and that division is part of the clip factor. So N micro-batches give
+exactly the result of one batch that is N times as large, whatever their sizes.
 
-Nothing here reads a device value: hyperparameters and the divisor are a row of device scalars, the update count lives
-beside them, a non-finite gradient skips the update on the device, and the figures of the step are left in `report` for
-the loop to fetch when it likes. Both callables take fixed-shape tensors and can be captured as they stand.
+Nothing here reads a device value: hyperparameters and the divisor are a row of device scalars, the update count is a
+device scalar too, a non-finite gradient skips the update on the device, and the step's figures stay in `report` until
+the loop fetches them. Both functions take tensors of fixed shape, so that a CUDA graph can capture them.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ from graftune.model.tape import Tapes
 from graftune.step.scaler import LossScaler
 from graftune.step.tail import CONTROL_FLAGS, RankSignals, Reduce, Tail, signals
 
-# In fp16 sums are kept in this unit: the gradient of a sum over thousands of tokens, times the loss scale, would be
-# beyond fp16 where the mean's is not. A power of two, so nothing is rounded.
+# In fp16, sums are kept in this unit: the gradient of a sum over thousands of tokens, times the loss scale, would
+# overflow fp16 where the gradient of the mean does not. It is a power of two, so nothing is rounded.
 FP16_UNIT = 2.0**-12
-REPORTED = 5  # numbers of every step's report, ahead of the loss's own
+REPORTED = 5  # numbers that every step reports, before the loss's own figures
 
 
 class Step:
+    """One optimizer step over a decoder and its arena: `micro_step` adds gradients, `update_step` applies them."""
+
     def __init__(
         self,
         decoder: Decoder,
@@ -60,11 +62,11 @@ class Step:
         reduce: Reduce | None = None,
         start: Start | None = None,
     ):
-        """`longest` bounds the documents of every batch of a fixed shape to come; a captured step needs it, an eager
-        one can look. `eager_backend` is the attention for batches of any shape. `tuned` times cuBLAS's algorithms at
-        the first batch of a shape, and attention's backends at the first batch: for shapes that will be used often.
-        `reduce` adds gradients and sums up over the ranks of a run, ahead of the update. `start` is what a
-        loss compares with that goes by the start of the run."""
+        """`longest`: an upper bound on the length of any document in batches of a fixed shape; a captured step needs
+        it, an eager step reads it from the batch. `eager_backend`: the attention backend for batches of other shapes.
+        `tuned`: time cuBLAS's algorithms at the first batch of a shape, and the attention backends at the first batch
+        (worth it for shapes that are used often). `reduce`: sums gradients and figures over all ranks before the
+        update. `start`: snapshot of the weights at the start of the run, for losses that compare with it."""
         self.decoder, self.arena, self.loss = decoder, arena, loss or CrossEntropy()
         self.dropout, self.tapes, self.start = dropout, Tapes(recompute), start
         self.backend, self.longest, self.tuned = attention_backend, longest, tuned
@@ -75,21 +77,22 @@ class Step:
         self.table = BlockTable.of(spans_of(segments, arena.decayed), device=device)
         self.width = len(adamw.Hyper._fields)
         self.live = torch.zeros(self.width + CONTROL_FLAGS, device=device)
-        self.row = self.live[: self.width]  # lr, betas, eps, decay, divisor, clip; behind it what a rank has to say
-        self.dropout_seed = torch.zeros((), dtype=torch.int64, device=device)  # live: seeds the dropout masks
+        self.row = self.live[: self.width]  # lr, betas, eps, decay, divisor, clip; followed by this rank's flags
+        self.dropout_seed = torch.zeros((), dtype=torch.int64, device=device)  # read by the dropout kernels
         self.seed = seed
-        # Alone, a step's sums are its own; with ranks they lie behind the gradients, which they travel with.
+        # A single process keeps the sums in a buffer of their own. With several ranks they follow the gradients in the
+        # arena's buffer, so that one collective adds up both.
         sums = torch.zeros_like(arena.tail) if reduce is None else arena.tail.zero_()
         self.reduce, self.tail = reduce, Tail(sums, self.live[self.width :], len(self.loss.figures))
         self.loss_sum, self.token_sum, self.figure_sums = self.tail.loss_sum, self.tail.token_sum, self.tail.figure_sums
-        self.count = torch.zeros((), dtype=torch.int64, device=device)  # updates made; a skipped one is none
-        # Mean loss, gradient norm before clipping, skipped; response tokens, as counted on the device, and fp16's loss
-        # scale; the loss's own figures; with ranks, what they said.
+        self.count = torch.zeros((), dtype=torch.int64, device=device)  # counts applied updates only
+        # Mean loss, gradient norm before clipping, whether the update was skipped, response tokens as counted on the
+        # device, fp16's loss scale; then the loss's own figures; with several ranks, their control flags.
         self.own_figures = slice(REPORTED, REPORTED + len(self.figure_sums))
         self.report = torch.zeros(self.own_figures.stop + (2 * CONTROL_FLAGS if reduce else 0), device=device)
         self.factors = torch.zeros(len(segments), device=device)
         self.ok = torch.zeros((), dtype=torch.bool, device=device)
-        # What is queued for other streams stays in memory until it has run: not where memory is what counts.
+        # Work queued on side streams keeps its tensors alive until it has run, so policies that save memory go without.
         self.side_streams = (
             SideStreams(device) if launch.on_gpu(device) and recompute in ("none", "selective") else None
         )
@@ -98,26 +101,27 @@ class Step:
         self.unit = FP16_UNIT if self.scaler else 1.0
 
     def set_hyper(self, values: Mapping[str, float]) -> None:
-        """Upload the live row: lr, betas, eps, decay, divisor (the loss's, of the whole step), clip."""
+        """Upload lr, betas, eps, decay, the loss's divisor for the whole step, and clip."""
         self.uploaded.copy_(torch.tensor(self.row_of(values)), non_blocking=True)
 
     @property
     def uploaded(self) -> torch.Tensor:
-        """What comes from the host with every step: the live row, and whether this rank wants to stop."""
+        """The numbers the host uploads with every step: the hyperparameters and this rank's stop request."""
         return self.live[: self.width + 1]
 
     def row_of(self, values: Mapping[str, float]) -> list[float]:
-        """What is uploaded, in its order, the divisor in the unit of the sums."""
+        """The numbers to upload, in order; the divisor is given in the unit of the sums."""
         row = [values[name] * (self.unit if name == "divisor" else 1.0) for name in adamw.Hyper._fields]
         return [*row, float(values.get("stop", 0))]
 
     def set_dropout_seed(self, number: int) -> None:
-        """Seed the masks of the run's micro-batch `number`, within 63 bits: the run's seed may be as large as that."""
+        """Seed the dropout masks of the run's micro-batch `number`. The run's seed may have 63 bits, so the product
+        is cut to 63 bits."""
         self.dropout_seed.fill_((self.seed * 1_000_003 + number) & (2**63 - 1))
 
     def micro_step(self, batch: PackedBatch, *, any_shape: bool = False) -> None:
-        """Adds the batch's loss and gradients to the sums. `any_shape`: this shape is not expected again, so nothing is
-        planned or timed for it."""
+        """Add the loss and the gradients of a batch to the sums. `any_shape`: this shape is not expected again, so
+        nothing is planned or timed for it."""
         decoder = self.decoder
         spans.phase("forward", operation="rotary tables")
         if self.side_streams is not None:
@@ -126,7 +130,7 @@ class Step:
         if self.other_backends and not any_shape:
             self._choose_attention(batch)
         backend, longest = (self.eager_backend, None) if any_shape else (self.backend, self.longest)
-        run = decoder.begin_batch(batch, backend, longest, dropout=dropout, side_streams=self.side_streams)
+        ctx = decoder.begin_batch(batch, backend, longest, dropout=dropout, side_streams=self.side_streams)
         tape = self.tapes.new(
             len(decoder.blocks), len(batch.tokens), decoder.spec.width, decoder.compute, decoder.device
         )
@@ -134,19 +138,19 @@ class Step:
         with matmul.tuned(self.tuned and not any_shape):
             if self.loss.reference:
                 spans.phase("reference")
-            reference = reference_log_probs(self.loss, decoder, batch, run, self.start)
+            reference = reference_log_probs(self.loss, decoder, batch, ctx, self.start)
             spans.phase("forward")
-            # Handed on, not named: a name here would hold the stream, then its gradient, through the whole backward.
+            # No local variable: it would keep the residual stream and its gradient alive during the backward pass.
             decoder.backward(
-                self.grad_of_loss(decoder.forward(batch.tokens, run, batch.rows, tape), batch, reference),
+                self.grad_of_loss(decoder.forward(batch.tokens, ctx, batch.rows, tape), batch, reference),
                 batch.tokens,
-                run,
+                ctx,
                 batch.rows,
                 tape,
             )
 
     def grad_of_loss(self, stream: Stream, batch: PackedBatch, reference: torch.Tensor | None) -> torch.Tensor:
-        """Adds the loss and its figures to their sums; returns the gradient of the stream's rows."""
+        """Add the loss and its figures to their sums; returns the gradient of the residual stream's rows."""
         spans.phase("loss")
         scale = self.scaler.scale * self.unit if self.scaler else None
         with rehearsal.owned(LOGITS):
@@ -160,8 +164,8 @@ class Step:
             return output.backward(grad)
 
     def _choose_attention(self, batch: PackedBatch) -> None:
-        """Time the backends with a block's own scale and row strides, so that the plans built here serve the step. A
-        model without attention has nothing to choose."""
+        """Time the attention backends and keep the fastest. The scale and the row strides are those of a real layer, so
+        that the step can use the plans built here. A model without attention skips this."""
         from graftune.kernels.attention import timing
 
         names, self.other_backends = (self.backend, *self.other_backends), ()
@@ -175,7 +179,7 @@ class Step:
         self.backend = timing.fastest(names, batch.cu_seqlens, case)
 
     def update_step(self) -> torch.Tensor:
-        """Clip and apply what has added up; leaves the arena's gradients zero. Returns `report`."""
+        """Clip the summed gradients, apply AdamW and zero the gradients. Returns `report`."""
         arena, state = self.arena, self.scaler.state if self.scaler else None
         if self.reduce is not None and self.reduce.captured:
             self._add_up_ranks(self.reduce)
@@ -195,7 +199,7 @@ class Step:
         return self.report
 
     def reduce_outside_graph(self) -> None:
-        """Add up over ranks ahead of `update_step`, where that cannot be a part of it."""
+        """Sum over ranks before `update_step`, where the collective cannot be captured with it."""
         if self.reduce is not None and not self.reduce.captured:
             self._add_up_ranks(self.reduce)
 
@@ -206,10 +210,10 @@ class Step:
         self.tail.report(self.report[self.own_figures.stop :])
 
     def signals(self, report: Sequence[float]) -> RankSignals:
-        """What the ranks said to each other with a step, from its report."""
+        """The other ranks' stop requests and weight mismatches, from a step's report."""
         return RankSignals() if self.reduce is None else signals(report[self.own_figures.stop :], self.reduce.size)
 
     def discard(self) -> None:
-        """Forget what has added up since the last update."""
+        """Drop the gradients and sums since the last update."""
         self.arena.grads.zero_()
         self.tail.zero()

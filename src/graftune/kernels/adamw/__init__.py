@@ -42,4 +42,4 @@ def step(
     assert row.shape == (len(Hyper._fields),) and row.dtype == torch.float32 and row.is_contiguous()
     assert factors.shape == (table.segments,) and factors.dtype == torch.float32 and factors.is_contiguous()
     assert (count.dtype, ok.dtype) == (torch.int64, torch.bool) and count.numel() == ok.numel() == 1
-    launch.best(reference, weights).step(weights, grads, m, v, compute, table, row, count, ok, factors)
+    launch.implementation(reference, weights).step(weights, grads, m, v, compute, table, row, count, ok, factors)

@@ -1,12 +1,15 @@
-"""Packed causal attention with grouped heads. q [T, N, H], k and v [T, K, H]; documents given by `Documents`.
+"""Packed causal attention with grouped heads: q [T, N, H], k and v [T, K, H], in the documents of `Documents`.
 
-The backend is chosen once for each kind of layer, at the start (`choose`), and passed to every call: cuDNN on GPUs that
-have it, or its forward with our backward ("mixed"); torch's flash kernels where cuDNN is missing or results must be
-bit-identical; our own for fp32, sliding windows, soft caps and odd head widths; on the CPU torch's fused kernel or the
-reference ("cpu" runs the reference on any other device).
-q, k and v may be column ranges of one packed buffer, [T, (N + 2K) H] or wider, and so may their gradients unless the
-backend has its own wishes (`grad_buffers`); all are read and written in place. `stats` is what the forward leaves for
-the backward: the log-sum-exp of the scores in the backend's own layout, empty where it is recomputed.
+`choose` selects the backend once for each kind of layer, at the start, and every call gets its name:
+
+    cudnn   the fastest, on GPUs with cuDNN's attention; "mixed" is its forward with our backward
+    flash   torch's flash kernels, where cuDNN is missing or results must be identical to the bit
+    triton  our kernels, for fp32, sliding windows, soft caps and odd head widths
+    cpu     torch's fused CPU kernel, or the reference (on any device but a CPU, always the reference)
+
+q, k and v may be column ranges of one buffer, [T, (N + 2K) H] or wider. So may their gradients, unless the backend
+needs buffers of its own (`grad_buffers`). The forward leaves `stats` for the backward: the log-sum-exp of the scores in
+the backend's layout, empty where the backward recomputes it.
 """
 
 from __future__ import annotations
@@ -22,39 +25,41 @@ import torch
 from graftune.kernels import launch
 from graftune.kernels.attention import flash_cpu, reference
 
-SHORT = 128  # tokens of an average document below which the fused CPU backward loses in bf16
+SHORT = 128  # average tokens per document below which the fused CPU backward is slower in bf16
 
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Where the documents of one pass lie. Slots may be empty; the lengths add up to T.
+    """The document boundaries of one pass. Slots may be empty; the lengths add up to T.
 
-    One object a pass: it keeps what a backend computes from cu_seqlens for all layers.
+    A pass has one such object, which keeps what a backend computes from cu_seqlens, for all layers.
     """
 
     cu_seqlens: torch.Tensor  # [S + 1] int32 on the device: document i is tokens cu_seqlens[i] to cu_seqlens[i + 1]
-    lengths: tuple[int, ...] | None  # the same on the host; the CPU's path needs them, the GPU's never look
-    longest: int  # no document is longer: a fixed bound, not the longest of this pass
-    fixed: bool = False  # the shape will come again, so that a plan for it is worth its time
+    lengths: tuple[int, ...] | None  # the same on the host; only the CPU backend reads them
+    longest: int  # an upper bound on the length of a document, constant over passes
+    fixed: bool = False  # the shape will occur again, so that building a plan for it is worth the time
     prepared: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of(lengths: Sequence[int], device: torch.device | str = "cpu") -> Documents:
-        """Documents of exactly these lengths, end to end."""
+        """Consecutive documents of these lengths."""
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
         return Documents(starts, tuple(lengths), max(lengths))
 
 
 class HeadKind(NamedTuple):
-    """What the choice of a layer's backend depends on."""
+    """The properties of a layer's heads that the choice of its backend depends on."""
 
     width: int
     capped: bool  # whether scores are soft-capped
 
 
 class Choice(NamedTuple):
+    """A chosen backend, and the reason, which is printed."""
+
     backend: str
     why: str
     others: tuple[str, ...] = ()  # alternatives: which is faster depends on the documents (`timing`)
@@ -68,7 +73,7 @@ def choose(
     windowed: bool,
     capped: bool = False,
 ) -> Choice:
-    """The backend for such heads on this device, and the reason. Called once at the start, and printed."""
+    """Choose the backend for heads of this kind on this device. Called once for each kind, at the start."""
     device = torch.device(device)
     if not launch.on_gpu(device):
         return Choice("cpu", f"on {device.type} torch's fused kernel or the textbook formula")
@@ -92,7 +97,7 @@ def choose(
 
 
 def for_any_shape(backend: str, device: torch.device, dtype: torch.dtype, head_width: int) -> str:
-    """The backend for shapes that change from batch to batch: cuDNN would build a plan for every one of them."""
+    """The backend for shapes that change from batch to batch, without cuDNN: it would build a plan for each shape."""
     if backend not in ("cudnn", "mixed"):
         return backend
     from graftune.kernels.attention import flash
@@ -122,10 +127,10 @@ def forward(
     out: torch.Tensor | None = None,
     cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [T, N, H], stats); with `window` > 0 token i sees j only if i - window < j, with `cap` > 0 scores are
-    soft-capped at it by a tanh.
+    """Returns (out [T, N, H], stats). With `window` > 0, token i attends to token j only if i - window < j; with `cap`
+    > 0, scores are soft-capped at it by a tanh.
 
-    The output goes into the given `out`, whose tokens may lie apart, or a fresh contiguous one.
+    Writes to `out` if given, with any row stride, or to a new contiguous tensor.
     """
     _check(q, k, v)
     if backend == "flash":
@@ -166,8 +171,8 @@ def backward(
     backend: str = "cpu",
     cap: float = 0.0,
 ) -> None:
-    """Writes dq, dk and dv into `grads`, which have the shapes of q, k and v or are those of `grad_buffers`; what was
-    there does not matter."""
+    """Write dq, dk and dv to `grads`: tensors of the shapes of q, k and v, or those of `grad_buffers`. Their previous
+    contents are overwritten."""
     _check(q, k, v)
     _check(*grads)
     _check(out, k, v)
@@ -193,13 +198,13 @@ def backward(
     from graftune.kernels.attention import kernel
 
     assert backend in ("triton", "mixed"), backend
-    theirs = backend == "mixed"
-    return kernel.backward(grad_out, q, k, v, out, stats, docs, scale, window, grads, cap, by_token=theirs)
+    stats_of_cudnn = backend == "mixed"
+    return kernel.backward(grad_out, q, k, v, out, stats, docs, scale, window, grads, cap, by_token=stats_of_cudnn)
 
 
 def grad_buffers(q: torch.Tensor, k: torch.Tensor, backend: str) -> Grads | None:
-    """Where the backend wants to leave dq, dk and dv; None: wherever the caller likes. dk and dv may be [T, N, H] in
-    fp32: then those of the query heads that share a key head are still to be added up."""
+    """The buffers that the backend needs for dq, dk and dv; None: the caller may pass any. dk and dv may be [T, N, H]
+    in fp32: then the caller has to sum those of the query heads that share a key head."""
     if backend == "cudnn":
         from graftune.kernels.attention import cudnn_frontend
 
@@ -212,7 +217,7 @@ def grad_buffers(q: torch.Tensor, k: torch.Tensor, backend: str) -> Grads | None
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """The layout contract: tokens any distance apart, heads of a token side by side."""
+    """The layout contract: any row stride between tokens, the heads of a token adjacent."""
     assert len(q) == len(k) and k.shape == v.shape and q.shape[1] % k.shape[1] == 0, (q.shape, k.shape, v.shape)
     width = q.shape[2]
     for x in (q, k, v):

@@ -1,9 +1,10 @@
-"""Packed attention by torch's own flash kernels (the aten operators under `varlen_attn`), on CUDA in bf16 and fp16.
+"""Packed attention by torch's flash kernels (the aten operators that `varlen_attn` calls), on CUDA in bf16 and fp16.
 
-It needs nothing beside torch, captures into CUDA graphs, follows lengths that change between replays, and under
-`torch.use_deterministic_algorithms(True)` its backward adds in a fixed order. cuDNN is faster (0.30 + 0.96 against
-0.55 + 1.57 ms a layer for 4 documents of 2048 tokens, 32/8 heads of 128, on an H200), so this is the path without it.
-q, k and v are read where they lie; the operators allocate their results, which are then copied to their places.
+They need no package besides torch, can be captured in CUDA graphs, read the lengths anew at every replay, and under
+`torch.use_deterministic_algorithms(True)` their backward sums in a fixed order. cuDNN is faster (0.30 + 0.96 instead of
+0.55 + 1.57 ms per layer for 4 documents of 2048 tokens, 32/8 heads of 128, on an H200), so they serve where cuDNN
+cannot. q, k and v are read in place; the operators allocate their results, which are then copied to the caller's
+tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _backward = find("torch.ops.aten._flash_attention_backward.default")
 
 
 def lacks(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
-    """Why these kernels do not serve such heads; None if they do."""
+    """Why these kernels cannot compute such heads; None if they can."""
     if dtype not in (torch.bfloat16, torch.float16):
         return "torch's flash kernels take bf16 and fp16"
     if width % 8 or width > 256:
@@ -65,7 +66,7 @@ def backward(
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
     longest, seqlens = _longest(docs), docs.cu_seqlens
-    # Random state of a dropout there is none of: the operator wants the tensors and does not read them.
+    # The operator requires dropout's random state and does not read it: there is no dropout.
     state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     found = _backward(
         grad_out, q, k, v, out, stats, seqlens, seqlens, longest, longest, 0.0, True, state, unused,
@@ -76,10 +77,11 @@ def backward(
 
 
 def _longest(docs: Documents) -> int:
-    """At a bound of 1 the kernel takes a short cut that expects exactly one token a document, empty slots included."""
+    """A bound of at least 2: with 1, the kernel expects exactly one token in every document, even in empty slots."""
     return max(docs.longest, 2)
 
 
 def _sides(window: int) -> dict[str, int]:
-    """How many tokens before itself a token sees, and after; by name, for older torch has fewer arguments here."""
+    """The window's size to the left and right of a token, by name because older versions of torch have fewer
+    arguments."""
     return {"window_size_left": window - 1, "window_size_right": 0} if window else {}

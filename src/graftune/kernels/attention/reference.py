@@ -6,9 +6,9 @@
 With a soft cap c the scores S = scale * Q K' become c tanh(S / c) before the mask, and dS gains the factor
 1 - tanh(S / c)^2.
 
-Documents never see each other because they are never in one product, so there is no mask to get wrong between them.
-Probabilities are recomputed in the backward. Query heads that share a key head are laid behind each other, so that
-grouped-query attention is one product a key head and no key is repeated in memory.
+Each document has its own products, so no mask between documents is needed. The backward recomputes the probabilities.
+Query heads that share a key head are concatenated, so that grouped-query attention is one product for each key head
+and no key is repeated in memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def forward(
     out: torch.Tensor | None = None,
     cap: float = 0.0,
 ) -> torch.Tensor:
-    """q [T, N, H], k and v [T, K, H] -> out [T, N, H]; `window` > 0 limits how far back a token sees."""
+    """q [T, N, H], k and v [T, K, H] -> out [T, N, H]; `window` > 0 limits how far back a token attends."""
     out = q.new_empty(q.shape) if out is None else out
     for start, stop in documents(lengths):
         grouped = _grouped(q[start:stop], k.shape[1])
@@ -49,7 +49,7 @@ def backward(
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     cap: float = 0.0,
 ) -> None:
-    """Writes dq, dk and dv into `grads`, of the shapes of q, k and v."""
+    """Write dq, dk and dv to `grads`, of the shapes of q, k and v."""
     key_heads, heads = k.shape[1], q.shape[1]
     for start, stop in documents(lengths):
         q_, do, o = (_grouped(x[start:stop], key_heads) for x in (q, grad_out, out))
@@ -66,7 +66,7 @@ def backward(
 
 
 def documents(lengths: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(first token, one past the last) of every document that has any."""
+    """(first token, one past the last) of every document that is not empty."""
     found, start = [], 0
     for length in lengths:
         if length:
@@ -89,13 +89,13 @@ def _ungrouped(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, cap: float) -> torch.Tensor:
-    """scale q k' in fp32, softly capped; q [K, G*L, H], k [K, L, H] -> [K, G*L, L]."""
+    """scale q k' in fp32, soft-capped; q [K, G*L, H], k [K, L, H] -> [K, G*L, L]."""
     scores = (q @ k.transpose(1, 2)).float().mul_(scale)
     return scores.div_(cap).tanh_().mul_(cap) if cap else scores
 
 
 def _probabilities(scores: torch.Tensor, window: int) -> torch.Tensor:
-    """softmax with the causal mask over scores [K, G*L, L], which are overwritten."""
+    """Softmax with the causal mask over scores [K, G*L, L]. Overwrites the scores."""
     length = scores.shape[2]
     hidden = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu_(1)
     if window:

@@ -1,9 +1,10 @@
-"""Which backend is the fastest for a shape: measured, since it depends on more than a rule would hold.
+"""Measures which attention backend is the fastest for a shape, since no simple rule predicts it.
 
-cuDNN leads from a few thousand tokens on; on a few hundred in short documents its helper kernels cost more than the
-attention itself, and ours takes half the time. Each candidate's forward and backward are captured and replayed, as in a
-run: launched one by one they would be timed by the host. The buffers lie as the run's do: cuDNN's plans are built for
-the distances of rows, at half a second each, and those built here are then the run's. What was found is remembered.
+cuDNN is the fastest from a few thousand tokens on. On a few hundred tokens in short documents its helper kernels cost
+more than the attention itself, and our kernels take half the time. The forward and the backward of each candidate are
+captured and replayed, as in a run: launched one by one, they would show the host's time. The buffers have the run's
+row strides: cuDNN builds a plan for each set of strides, in half a second, and the run uses the plans built here. The
+result is cached on disk.
 """
 
 from __future__ import annotations
@@ -20,25 +21,26 @@ from graftune.kernels import attention
 from graftune.kernels.attention import Documents
 
 REMEMBERED, KEPT = "attention", 1000
-FORMAT = 2  # to be raised when our own kernels become faster
-LARGE = 4096  # tokens from which cuDNN, where it is, needs no comparison
+FORMAT = 2  # raise it when our own kernels become faster
+LARGE = 4096  # tokens from which cuDNN, if available, is taken without a comparison
 CALLS, ROUNDS = 4, 5
 
 
 class Case(NamedTuple):
-    """What is timed. Rows with adapter columns have a larger stride; qkv and the output's gradient have none."""
+    """The shapes and strides to time. Rows with adapter columns have a larger stride; qkv and the output's gradient
+    have no such columns."""
 
     tokens: int
-    longest: int  # tokens of a document, at most
+    longest: int  # upper bound on the tokens of a document
     heads: tuple[int, int, int]  # N, K, H
     dtype: torch.dtype
     scale: float
     out_row_stride: int
-    grads_apart: int  # of qkv's gradient, where the backend has no buffers of its own
+    grad_row_stride: int  # of qkv's gradient, where the backend has no buffers of its own
 
 
 def fastest(names: Sequence[str], cu_seqlens: torch.Tensor, case: Case) -> str:
-    """The name of the fastest backend on random values in these documents. It waits for the device."""
+    """The name of the fastest backend on random values in these documents. Waits for the device."""
     if len(names) == 1 or (case.tokens >= LARGE and "cudnn" in names):
         return names[0]
     if cu_seqlens.is_meta:
@@ -56,11 +58,11 @@ def fastest(names: Sequence[str], cu_seqlens: torch.Tensor, case: Case) -> str:
 
 
 def _key(names: Sequence[str], cu_seqlens: torch.Tensor, case: Case) -> str:
-    """All that the choice depends on."""
+    """The cache key: everything that the choice depends on."""
     device, slots = cu_seqlens.device, len(cu_seqlens) - 1
     card = torch.cuda.get_device_name(device), torch.__version__, torch.backends.cudnn.version()
     packages = [_version(name) for name in ("graftune", "triton", "nvidia-cudnn-frontend")]
-    shape = case._replace(scale=0.0)  # which costs nothing
+    shape = case._replace(scale=0.0)  # the scale does not affect the time
     return "|".join(map(str, (FORMAT, *card, *packages, *names, *shape, slots)))
 
 
@@ -72,23 +74,24 @@ def _version(package: str) -> str:
 
 
 def _pass(name: str, cu_seqlens: torch.Tensor, case: Case) -> Callable[[], None]:
-    tokens, longest, (n, k, h), dtype, scale, out_row_stride, grads_apart = case
+    """A function that runs the forward and the backward of a backend on random values."""
+    tokens, longest, (n, k, h), dtype, scale, out_row_stride, grad_row_stride = case
     device = cu_seqlens.device
 
-    def random(count: int, distance: int) -> torch.Tensor:
-        rows = torch.randn(tokens, distance, device=device, dtype=dtype)
+    def random(count: int, row_stride: int) -> torch.Tensor:
+        rows = torch.randn(tokens, row_stride, device=device, dtype=dtype)
         return rows[:, : count * h].unflatten(1, (count, h))
 
     q, keys, values = random(n + 2 * k, (n + 2 * k) * h).split([n, k, k], 1)
     place, grad = random(n, out_row_stride), random(n, n * h)
-    first, second, third = random(n + 2 * k, grads_apart).split([n, k, k], 1)
+    first, second, third = random(n + 2 * k, grad_row_stride).split([n, k, k], 1)
     spare = first, second, third
 
     def run() -> None:
-        mine = Documents(cu_seqlens, None, longest)
-        out, stats = attention.forward(q, keys, values, mine, scale, 0, name, place)
+        docs = Documents(cu_seqlens, None, longest)
+        out, stats = attention.forward(q, keys, values, docs, scale, 0, name, place)
         grads = attention.grad_buffers(q, keys, name) or spare
-        attention.backward(grad, q, keys, values, out, stats, mine, scale, 0, grads, name)
+        attention.backward(grad, q, keys, values, out, stats, docs, scale, 0, grads, name)
 
     return run
 

@@ -26,11 +26,11 @@ __all__ = ["Adapters", "below", "beside"]
 def beside(target: torch.Tensor, adapters: Adapters) -> None:
     """Writes all of target [out, adapter_columns]: s B of each member in its rows and ranks, zero elsewhere."""
     assert target.dtype == adapters.up.dtype and target.shape[1] >= adapters.width and target.stride(1) == 1
-    launch.best(reference, target).beside(target, adapters)
+    launch.implementation(reference, target).beside(target, adapters)
 
 
 @launch.operation(spans.PRODUCT)
 def below(target: torch.Tensor, adapters: Adapters) -> None:
     """Writes all of target [adapter_columns, in]: the stacked A's, and zero below them."""
     assert target.dtype == adapters.down.dtype and len(target) >= len(adapters.down) and target.stride(1) == 1
-    launch.best(reference, target).below(target, adapters)
+    launch.implementation(reference, target).below(target, adapters)

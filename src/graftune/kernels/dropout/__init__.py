@@ -17,4 +17,4 @@ def apply(x: torch.Tensor, p: float, seed: torch.Tensor, mask_id: int) -> torch.
     captured step can change it; `mask_id` (below 2^32) tells the dropouts of one step apart."""
     assert 0.0 <= p < 1.0 and 0 <= mask_id < 2**32 and x.is_contiguous() and x.numel() <= 2**32
     assert seed.dim() == 0 and seed.dtype == torch.int64
-    return launch.best(reference, x).apply(x, p, seed, mask_id)
+    return launch.implementation(reference, x).apply(x, p, seed, mask_id)

@@ -114,7 +114,7 @@ def lay(h: torch.Tensor, rows: Rows, width: int, shift: torch.Tensor) -> None:
     """h [T, n] (rows may have a stride) as codes behind the first `width` columns of rows."""
     tail = rows.codes[:, width:]
     assert h.stride(1) == 1 and tail.shape[1] >= PIECES * h.shape[1]
-    launch.best(reference, h).lay(h, rows.scale, shift, tail)
+    launch.implementation(reference, h).lay(h, rows.scale, shift, tail)
 
 
 @launch.operation(spans.PRODUCT)
@@ -130,7 +130,7 @@ def mm(a: Rows, b: Rows, dtype: torch.dtype) -> torch.Tensor:
 def transpose(codes: torch.Tensor, out: torch.Tensor) -> None:
     """codes [M, N] -> out [N, M], M and N multiples of 4."""
     assert out.shape == codes.shape[::-1] and all(n % 4 == 0 for n in (*out.shape, codes.stride(0), out.stride(0)))
-    launch.best(reference, codes).transpose(codes, out)
+    launch.implementation(reference, codes).transpose(codes, out)
 
 
 @launch.operation("adapters to their weights")

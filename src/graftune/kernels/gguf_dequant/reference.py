@@ -28,27 +28,27 @@ PIECE = 1 << 17  # values decoded at a time, at most
 CURVE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of IQ4_NL and IQ4_XS
 
 
-class Block(NamedTuple):
+class BlockFormat(NamedTuple):
     values: int
     bytes: int
 
 
 KINDS = {
-    "F32": Block(1, 4),
-    "F16": Block(1, 2),
-    "BF16": Block(1, 2),
-    "Q4_0": Block(32, 18),
-    "Q4_1": Block(32, 20),
-    "Q5_0": Block(32, 22),
-    "Q5_1": Block(32, 24),
-    "Q8_0": Block(32, 34),
-    "Q2_K": Block(256, 84),
-    "Q3_K": Block(256, 110),
-    "Q4_K": Block(256, 144),
-    "Q5_K": Block(256, 176),
-    "Q6_K": Block(256, 210),
-    "IQ4_NL": Block(32, 18),
-    "IQ4_XS": Block(256, 136),
+    "F32": BlockFormat(1, 4),
+    "F16": BlockFormat(1, 2),
+    "BF16": BlockFormat(1, 2),
+    "Q4_0": BlockFormat(32, 18),
+    "Q4_1": BlockFormat(32, 20),
+    "Q5_0": BlockFormat(32, 22),
+    "Q5_1": BlockFormat(32, 24),
+    "Q8_0": BlockFormat(32, 34),
+    "Q2_K": BlockFormat(256, 84),
+    "Q3_K": BlockFormat(256, 110),
+    "Q4_K": BlockFormat(256, 144),
+    "Q5_K": BlockFormat(256, 176),
+    "Q6_K": BlockFormat(256, 210),
+    "IQ4_NL": BlockFormat(32, 18),
+    "IQ4_XS": BlockFormat(256, 136),
 }
 # Bytes of a block where its fp16 scales begin; every value is finite where these are.
 SCALES = {

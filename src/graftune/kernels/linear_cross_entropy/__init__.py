@@ -1,4 +1,6 @@
-"""Cross-entropy through the LM head on compacted response rows; full logits never exist. See reference.py."""
+"""The LM head and its cross-entropy on the rows that predict response tokens, without storing all logits at once.
+
+reference.py has the formulas."""
 
 from __future__ import annotations
 
@@ -22,12 +24,12 @@ def forward(
     factor: float = 1.0,
     cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x [R, D], labels [R] (-1: not counted) -> (loss sum, fp32 scalar; gradient of x, times `scale`, or None).
-    `weights` [R] in fp32 multiply each row's loss and gradient; without them nothing is read or multiplied.
-    The logits are the product times `factor`, soft-capped at `cap` where there is one."""
+    """x [R, D], labels [R] (-1: not counted) -> (sum of losses, an fp32 scalar; gradient of x times `scale`, or None).
+    `weights` [R] in fp32 multiply each row's loss and gradient. The logits are the product times `factor`, soft-capped
+    at `cap` if it is not 0."""
     assert labels.shape == x.shape[:1] and (scale is None or (scale.dim() == 0 and scale.dtype == torch.float32))
     assert weights is None or (weights.shape == labels.shape and weights.dtype == torch.float32)
-    return launch.best(reference, x).forward(
+    return launch.implementation(reference, x).forward(
         x, head, labels, need_grad=need_grad, scale=scale, weights=weights, factor=factor, cap=cap
     )
 
@@ -35,6 +37,6 @@ def forward(
 def log_probs(
     x: torch.Tensor, head: HeadProduct, labels: torch.Tensor, *, factor: float = 1.0, cap: float = 0.0
 ) -> torch.Tensor:
-    """x [R, D], labels [R] -> log p(label) [R] in fp32, 0 where the label is -1; nothing is kept for a gradient."""
+    """x [R, D], labels [R] -> log p(label) [R] in fp32, 0 where the label is -1. Saves nothing for a backward."""
     assert labels.shape == x.shape[:1]
-    return launch.best(reference, x).log_probs(x, head, labels, factor=factor, cap=cap)
+    return launch.implementation(reference, x).log_probs(x, head, labels, factor=factor, cap=cap)

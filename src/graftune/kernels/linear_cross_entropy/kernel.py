@@ -1,6 +1,6 @@
-"""One launch a chunk between the head's two products: a program reads a row of logits once for maximum and sum, kept
-up to date together, and once more to overwrite it with its gradient. Beside the logits themselves nothing is written
-but one loss a row; their sum is taken at the end, in a fixed order.
+"""One launch for each chunk, between the head's two products. A program reads a row of logits once for its maximum and
+its sum of exponentials (an online softmax), and once more to overwrite it with its gradient. Apart from the logits it
+writes one loss per row; the losses are summed at the end, in a fixed order.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from graftune.arithmetic import ceil_div
 from graftune.kernels import launch
 from graftune.kernels.linear_cross_entropy.reference import HeadProduct
 
-CHUNK_BYTES = 512 << 20  # logits alive at once, in their own dtype: few and large products
-CHUNK_STEP = 128  # chunks are whole tiles of the product
+CHUNK_BYTES = 512 << 20  # logits stored at once, in their own dtype: few and large products
+CHUNK_STEP = 128  # a chunk is a multiple of the product's tile
 LONGEST_BLOCK = 8192
 
 
 @triton.jit
 def _soft_capped(x, factor, FACTOR: tl.constexpr, CAP: tl.constexpr):
-    """The logits of a family that scales or caps them."""
+    """Scale and soft-cap the logits, for model families that do so."""
     if FACTOR:
         x = x * factor
     if CAP > 0:
@@ -90,17 +90,17 @@ def forward(
     factor: float = 1.0,
     cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    losses, grad = _passed(x, head, labels, need_grad, scale=scale, weights=weights, factor=factor, cap=cap)
+    losses, grad = _one_pass(x, head, labels, need_grad, scale=scale, weights=weights, factor=factor, cap=cap)
     return losses.sum(), grad
 
 
 def log_probs(
     x: torch.Tensor, head: HeadProduct, labels: torch.Tensor, *, factor: float = 1.0, cap: float = 0.0
 ) -> torch.Tensor:
-    return _passed(x, head, labels, False, factor=factor, cap=cap)[0].neg_()
+    return _one_pass(x, head, labels, False, factor=factor, cap=cap)[0].neg_()
 
 
-def _passed(
+def _one_pass(
     x: torch.Tensor,
     head: HeadProduct,
     labels: torch.Tensor,
@@ -111,7 +111,7 @@ def _passed(
     factor: float,
     cap: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One pass over the head: the loss of every row [R] and, where it is wanted, the gradient of x."""
+    """One pass over the head: the loss of every row [R] and, with `need_grad`, the gradient of x."""
     losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
     grad = torch.empty_like(x) if need_grad else None
     size = chunk_rows(len(x), head.out_features * x.element_size())
@@ -124,7 +124,7 @@ def _passed(
         )
         if grad is not None:
             grad[rows] = head.input_grad(logits, x[rows])
-        del logits  # or two chunks are alive while the next one is computed
+        del logits  # else two chunks are in memory while the next one is computed
     return losses, grad
 
 
@@ -140,7 +140,7 @@ def to_gradient_(
     factor: float = 1.0,
     cap: float = 0.0,
 ) -> None:
-    """Fills `losses` [rows] and, where a gradient is wanted, overwrites logits [rows, V] with it."""
+    """Fill `losses` [rows] and, with `need_grad`, overwrite logits [rows, V] with their gradient."""
     assert logits.stride(1) == 1 and labels.is_contiguous() and losses.is_contiguous()
     assert weights is None or weights.is_contiguous()
     rows, width = logits.shape
@@ -153,7 +153,7 @@ def to_gradient_(
 
 
 def chunk_rows(rows: int, row_bytes: int) -> int:
-    """As few chunks as the limit allows, all of one size but for the last: a function of the shape alone."""
+    """Rows per chunk: as few chunks as the limit allows, equal except for the last. Depends on the shape only."""
     most = max(1, CHUNK_BYTES // row_bytes // CHUNK_STEP) * CHUNK_STEP
     count = max(1, ceil_div(rows, most))
     return max(1, ceil_div(ceil_div(rows, count), CHUNK_STEP)) * CHUNK_STEP

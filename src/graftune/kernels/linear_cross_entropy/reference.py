@@ -1,14 +1,14 @@
 """Sum of -log softmax(x W')[label] and its gradient in one pass, over the rows that predict a response token.
 
-Logits exist for one chunk of rows at a time and are overwritten by their own gradient, softmax minus one-hot; sums are
-fp32. The mean is left to the caller, who alone knows how many tokens the whole optimizer step has. `scale` multiplies
-the gradient while it is still fp32: the loss scale that keeps small values of an fp16 gradient from vanishing.
-`weights` multiply every row's loss and gradient. They may be negative: with minus the derivative of some loss by each
-log p(label) as weights, the gradient is that loss's, so any function of the log-probabilities takes two passes over the
-head, `log_probs` and then `forward`.
+Logits are stored for one chunk of rows at a time and overwritten by their gradient, softmax minus one-hot; sums are
+fp32. The caller computes the mean, because only the caller knows how many tokens the whole optimizer step has. `scale`
+multiplies the gradient while it is still fp32: fp16's loss scale, which keeps small gradients from underflowing.
+`weights` multiply every row's loss and gradient, and may be negative. With weights equal to minus the derivative of
+some loss with respect to each log p(label), the result is that loss's gradient. So any loss on log-probabilities takes
+two passes over the head: `log_probs`, then `forward`.
 
-Some families bend their logits first: l = c tanh(f z / c) of the product z (without a cap c: l = f z). The gradient
-then has the factor f (1 - (l / c)^2).
+Some families scale and soft-cap their logits: l = c tanh(f z / c) for the product z (without a cap c: l = f z). The
+gradient then has the factor f (1 - (l / c)^2).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 
 from graftune.kernels import launch, rehearsal
 
-CHUNK_BYTES = 64 << 20  # logits alive at once, counted in fp32; products of this size already run at full speed
-CACHE_BYTES = 2 << 20  # of them, the rows a CPU turns into their gradient together: the passes stay in its cache
+CHUNK_BYTES = 64 << 20  # logits stored at once, counted in fp32; products of this size already run at full speed
+CACHE_BYTES = 2 << 20  # logits that a CPU turns into gradients at once, so that they stay in its cache
 
 
 class HeadProduct(Protocol):
-    """What the head has to offer: x W', dY W (given x too, for heads with rows that train), and its width."""
+    """The functions of a head: x W', dY W (which gets x too, for heads with trainable rows), and its width."""
 
     @property
     def out_features(self) -> int: ...
@@ -60,12 +60,12 @@ def forward(
                 total += (losses if own is None else losses * torch.where(ids >= 0, own, 0.0)).sum()
         if grad is not None:
             grad[start : start + size] = head.input_grad(logits, part)
-        del logits, piece  # or two chunks are alive while the next one is computed
+        del logits, piece  # else two chunks are in memory while the next one is computed
     return total, grad
 
 
 def soft_capped(logits: torch.Tensor, factor: float, cap: float) -> torch.Tensor:
-    """The logits of a family that scales or caps them, in place."""
+    """Scale and soft-cap the logits in place, for model families that do so."""
     if factor != 1:
         logits.mul_(factor)
     return logits.div_(cap).tanh_().mul_(cap) if cap else logits
@@ -80,8 +80,8 @@ def to_gradient_(
     cap: float = 0.0,
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Overwrites a few rows of logits with softmax minus one-hot, times `scale` and the row's weight (zero where the
-    label is -1); returns the sum of their losses, times the weights."""
+    """Overwrite rows of logits with softmax minus one-hot, times `scale` and the row's weight (0 where the label is
+    -1). Returns the weighted sum of their losses."""
     counted = (labels >= 0).unsqueeze(1)
     own = counted if weights is None else torch.where(counted, weights.unsqueeze(1), 0.0)
     weight = own.float() if scale is None else own * scale

@@ -1,7 +1,7 @@
-"""Low-rank adapters beside a frozen product.
+"""Low-rank adapters of frozen projections.
 
-`backward(grad_out, x, down, up, scale)` is the bare operation on one adapter, for 2-D and 3-D input; the others are
-what the decoder uses, on groups of projections that share their input.
+The decoder uses these functions on groups of projections that share their input (reference.py has the formulas).
+`backward` computes the gradients of a single adapter, for 2-D and 3-D input.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ __all__ = [
     "up_grad",
 ]
 
-THIN = 64  # columns up to which our kernels take a product: beyond, it is wide enough for a matrix library
+THIN = 64  # columns up to which our kernels compute a product; wider ones run well in a matrix library
 
 
 @launch.operation("adapters")
 def down(x: torch.Tensor, weight: torch.Tensor, tail: torch.Tensor | None = None) -> torch.Tensor:
-    """h = x A': x [T, in], weight [R * members, in]. Written to the first columns of `tail` as well, if there is one,
-    whose other columns become zero."""
+    """h = x A' for x [T, in] and weight [R * members, in]. If there is a `tail`, h is also written to its first
+    columns and the others are zeroed."""
     if launch.fused(x) and len(weight) <= THIN:
         from graftune.kernels.lora_linear import kernel
 
@@ -49,7 +49,7 @@ def down(x: torch.Tensor, weight: torch.Tensor, tail: torch.Tensor | None = None
 def up_backward(
     grad_y: torch.Tensor, low: LowRank, tail: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """g = s dY B, [T, R * members], written to `out` if given; in `tail` as well (see `down`)."""
+    """g = s dY B, [T, R * members], written to `out` if given, and to `tail` (see `down`)."""
     if launch.fused(grad_y) and low.rank <= THIN:
         from graftune.kernels.lora_linear import kernel
 
@@ -59,7 +59,7 @@ def up_backward(
 
 
 def up_grad(grad_y: torch.Tensor, low: LowRank, grad_up: torch.Tensor) -> None:
-    """Adds dB = s dY' h into `grad_up` [sum of outs, R] (fp32)."""
+    """Add dB = s dY' h to `grad_up` [sum of outs, R] (fp32)."""
     if launch.fused(grad_y) and low.rank <= THIN:
         from graftune.kernels.lora_linear import sums
 
@@ -72,7 +72,7 @@ def up_grad(grad_y: torch.Tensor, low: LowRank, grad_up: torch.Tensor) -> None:
 def up_both(
     grad_y: torch.Tensor, low: LowRank, grad_up: torch.Tensor, tail: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`up_backward` and `up_grad`, in one pass over dY where that is ours to do."""
+    """`up_backward` and `up_grad`; our kernel does both in one pass over dY."""
     if launch.fused(grad_y) and low.rank <= THIN:
         from graftune.kernels.lora_linear import sums
 
@@ -90,11 +90,11 @@ def _filled(tail: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
 
 @launch.operation("adapters to their weights")
 def spread(copies: Sequence[Copy], tables: dict[str, torch.Tensor]) -> None:
-    """target = scale * source, for each; one launch on a GPU, whose table is made at the first call."""
+    """target = scale * source for each copy. On a GPU this is one launch; its table is built at the first call."""
     if copies and launch.fused(copies[0].source):
-        from graftune.kernels.lora_linear import copies as ours
+        from graftune.kernels.lora_linear import copies as copy_kernel
 
-        ours.spread(copies, tables)
+        copy_kernel.spread(copies, tables)
     else:
         reference.spread(copies)
 
@@ -107,9 +107,9 @@ def down_backward(
     rstd: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
 ) -> None:
-    """Adds dA = g' x into `grad_down` [R * members, in] (fp32). With a norm's `rstd` [T] and `weight` [in], x is what
-    the norm read and n = x * rstd * weight what the adapter read: dA = (g * rstd)' x * weight, so n need not exist.
-    (In fp16 it is x that is multiplied with rstd, in registers: g * rstd may be too small for it.)"""
+    """Add dA = g' x to `grad_down` [R * members, in] (fp32). With a norm's `rstd` [T] and `weight` [in], x is the
+    norm's input and the adapter read n = x * rstd * weight. Then dA = (g * rstd)' x * weight, so n is not stored. (In
+    fp16 the kernel multiplies x by rstd instead, in registers, because g * rstd may underflow.)"""
     assert (rstd is None) == (weight is None)
     if launch.fused(x) and len(grad_down) <= THIN:
         from graftune.kernels.lora_linear import sums

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
-"""Adapters copied to where products read them: every B beside its weight and every A below, in one launch."""
+"""Copies adapters where matrix products read them, every B next to its weight and every A below it, in one launch."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from graftune.kernels.lora_linear.reference import Copy
 
 @launch.kernel
 def _spread(source_ptr, table_ptr, scale_ptr, B: tl.constexpr):
-    """One piece of one copy: [offset in the source, target's address, width, distance of rows, first, size]."""
+    """One piece of one copy: [offset in the source, target's address, width, row stride, first, size]."""
     row = table_ptr + tl.program_id(0) * 6
     offset, target = tl.load(row), tl.load(row + 1).to(tl.pointer_type(source_ptr.dtype.element_ty))
     width, stride = tl.load(row + 2).to(tl.int32), tl.load(row + 3)
     first, size = tl.load(row + 4).to(tl.int32), tl.load(row + 5).to(tl.int32)
-    at = first + tl.arange(0, B)  # 32 bits: dividing is what this costs
+    at = first + tl.arange(0, B)  # 32 bits: the division dominates the cost
     value = tl.load(source_ptr + offset + at, at < size, other=0.0).to(tl.float32)
     value = (value * tl.load(scale_ptr + tl.program_id(0))).to(source_ptr.dtype.element_ty)
     tl.store(target + (at // width).to(tl.int64) * stride + at % width, value, at < size)
 
 
 def spread(copies: Sequence[Copy], tables: dict[str, torch.Tensor], block: int = 2048) -> None:
+    """target = scale * source for each copy. `tables` keeps the list of pieces on the device between calls."""
     flat = copies[0].source
     if "places" not in tables:
         rows, scales = [], []
@@ -38,5 +39,5 @@ def spread(copies: Sequence[Copy], tables: dict[str, torch.Tensor], block: int =
                 scales.append(scale)
         tables["places"] = torch.tensor(rows, dtype=torch.int64).to(flat.device)
         tables["scales"] = torch.tensor(scales, dtype=torch.float32).to(flat.device)
-    whole = flat.as_strided((1,), (1,), 0)  # the arena's own beginning: offsets count from there
+    whole = flat.as_strided((1,), (1,), 0)  # the start of the arena, from which offsets count
     _spread[(len(tables["places"]),)](whole, tables["places"], tables["scales"], B=block, num_warps=4)

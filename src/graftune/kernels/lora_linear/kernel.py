@@ -1,10 +1,10 @@
-"""The thin products of adapters: one side is a few dozen wide, so they cost what reading the other side costs.
+"""The low-rank ("thin") products of adapters: one side has at most 64 columns, so reading the other side is the cost.
 
-`rows` reads a wide [T, C] once and leaves [T, R] a member; what is summed over tokens instead is in sums.py. Where the
-grid would be too small for the chip, the sum is split, the parts are written aside in fp32 and added in a fixed order
-(`add_up`): the same bits every time, which atomics would not give.
+`rows` reads a wide [T, C] once and writes [T, R] for each member; products summed over tokens are in sums.py. Where the
+grid would have too few programs for the GPU, the sum is split: the parts are written in fp32 to a buffer and added in a
+fixed order (`add_up`). Atomics would not give the same bits every time.
 
-`tile_product` and `sum_of_parts` are what a kernel needs that writes the product elsewhere too (kernels/fp8/thin.py).
+kernels/fp8/adapter_products.py builds on `tile_product` and `sum_of_parts`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import triton.language as tl
 
 from graftune.kernels import launch
 
-MOST = 2**31 - 1024  # values of a thin product: its last block counts beyond them
+MOST = 2**31 - 1024  # values of a thin product; offsets in its last block go a little beyond
 
 
 @triton.jit
 def of_member(member, values):
-    """This member's value of a tuple that has one for each. A tuple's values are parameters of the launch, whose
-    divisibility the compiler knows: a table in memory would cost a load before the first tile, and wide loads."""
+    """Select this member's value from a tuple with one value for each. The values are parameters of the launch, so the
+    compiler knows their divisibility; a table in memory would cost a load before the first tile, and vector loads."""
     found = values[0]
     for index in tl.static_range(1, len(values)):
         found = tl.where(member == index, values[index], found)
@@ -36,8 +36,8 @@ def tile_product(
     y_ptr, w_ptr, at, alive, start, width, row, first, per_split, y_stride, w_c, w_r,
     R: tl.constexpr, RP: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[BT, RP]: the sum over `per_split` columns c from `first` on, of the `width` ones of a member that begin at
-    `start`, of y[t, c] w[c, r] for the tokens `at`. y may be narrower than w."""
+    """[BT, RP]: for the tokens `at`, the sum of y[t, c] w[c, r] over `per_split` columns c, starting at `first`, of a
+    member whose `width` columns start at `start`. y may have a narrower dtype than w."""
     ranks = tl.arange(0, RP)
     acc = tl.zeros([BT, RP], tl.float32)
     for c in range(first, min(first + per_split, width), BC):
@@ -57,8 +57,7 @@ def tile_product(
 
 @triton.jit
 def sum_of_parts(parts_ptr, at, n, width, rank, counts, P: tl.constexpr):
-    """The values `at` of n, summed over their parts, always in the same order; each member has its own number of
-    them."""
+    """Sum the parts of the values `at` (of n), always in the same order; members differ in their number of parts."""
     each = tl.arange(0, P)[:, None]
     mask = (at < n)[None, :] & (each < counts[0])
     if len(counts) > 1:
@@ -99,7 +98,7 @@ def _add(
     ADD: tl.constexpr, TAIL: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """out (+)= the sum of the parts."""
-    at = tl.program_id(0) * B + tl.arange(0, B)  # 32 bits: dividing is what this costs
+    at = tl.program_id(0) * B + tl.arange(0, B)  # 32 bits: the division dominates the cost
     total = sum_of_parts(parts_ptr, at, n, width, rank, counts, P)
     if ADD:
         total += tl.load(out_ptr + at, at < n, other=0.0)
@@ -110,18 +109,18 @@ def _add(
 
 
 class Tiles(NamedTuple):
-    """How a thin product is cut up."""
+    """How a thin product is tiled."""
 
-    tokens: int  # of a tile
-    columns: int
+    tokens: int  # per tile
+    columns: int  # per tile
     warps: int
     stages: int
-    splits: int  # of the columns
-    per_split: int
+    splits: int  # parts that the columns are split into
+    per_split: int  # columns per part
 
 
 def tiles_of(tokens: int, columns: tuple[tuple[int, int], ...], tile: tuple[int, int, int, int, int]) -> Tiles:
-    """`tile`: tokens and columns of a tile, warps, stages, programs wanted."""
+    """`tile`: tokens and columns per tile, warps, stages, desired number of programs."""
     bt, bc, warps, stages, wanted = tile
     widest = max(stop - start for start, stop in columns)
     programs = triton.cdiv(tokens, bt) * len(columns)
@@ -131,7 +130,7 @@ def tiles_of(tokens: int, columns: tuple[tuple[int, int], ...], tile: tuple[int,
 
 
 def _rows_tile(tokens: int) -> tuple[int, int, int, int, int]:
-    """Tokens and columns of a tile, warps, stages, programs wanted."""
+    """Tokens and columns per tile, warps, stages, desired number of programs."""
     return (64, 64, 4, 4, 256) if tokens < 4096 else (64, 128, 8, 4, 128)
 
 
@@ -168,15 +167,16 @@ def rows(
 
 
 class Adding(NamedTuple):
-    """How parts are added up: their number, a power of two that holds it, values of a program, its warps."""
+    """How parts are summed."""
 
-    counts: tuple[int, ...]
-    many: int
-    block: int
+    counts: tuple[int, ...]  # parts, of each member or of all
+    many: int  # the next power of two
+    block: int  # values per program
     warps: int
 
 
 def adding(parts: torch.Tensor, counts: tuple[int, ...] | None) -> Adding:
+    """The launch configuration of a sum over the first dimension of `parts`."""
     n, many = parts[0].numel(), launch.power_of_two(parts.shape[0])
     assert n <= MOST, "the kernel counts in 32 bits"
     block = min(1024, max(32, 4096 // many), max(32, launch.power_of_two(n // 256)))  # enough programs for the chip
@@ -192,9 +192,9 @@ def add_up(
     tail: torch.Tensor | None = None,
     counts: tuple[int, ...] | None = None,
 ) -> None:
-    """out (contiguous) (+)= the sum over the first dimension of `parts`; written to `tail`'s columns as well. `counts`:
-    members, whose columns lie side by side, have that many parts and the rest of theirs was never written. A last
-    program of the product itself doing this was tried: no launch more, but slower (6.8 against 5.6 microseconds)."""
+    """out (contiguous) (+)= the sum over the first dimension of `parts`, also written to `tail`'s columns. `counts`:
+    how many parts each member has; the rest of its parts was never written. Letting the product's last program do this
+    saves a launch but was slower (6.8 instead of 5.6 microseconds)."""
     n, width = out.numel(), out.shape[-1]
     each, many, block, warps = adding(parts, counts)
     _add[(triton.cdiv(n, block),)](
@@ -204,7 +204,7 @@ def add_up(
 
 
 def clear(thin: int, tail: torch.Tensor | None) -> None:
-    """What is behind the thin product becomes zero."""
+    """Zero the tail's columns after the thin product."""
     if tail is not None and tail.shape[1] > thin:
         tail[:, thin:].zero_()
 
@@ -214,11 +214,11 @@ def precision(x: torch.Tensor) -> str:
 
 
 class Places(NamedTuple):
-    """Where the members of a group lie, as tuples that kernels take: one value for each member."""
+    """The positions of a group's members, as tuples for a kernel's parameters: one value for each member."""
 
-    starts: tuple[int, ...]  # first columns of the wide side
-    stops: tuple[int, ...]  # behind the last ones
-    offsets: tuple[int, ...]  # first rows of the stacked weight
+    starts: tuple[int, ...]  # first column in the wide matrix
+    stops: tuple[int, ...]  # one past the last column
+    offsets: tuple[int, ...]  # first row in the stacked weight
     counts: tuple[int, ...]  # blocks of columns
 
 

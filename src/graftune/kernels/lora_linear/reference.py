@@ -1,13 +1,13 @@
-"""The low-rank product beside a frozen one: y += s * (x A') B', and its gradients.
+"""The low-rank product of an adapter, y += s * (x A') B', and its gradients.
 
     A (down) [R, in]    B (up) [out, R]    h = x A'    g = s * dY B
     dB = s * dY' h      dA = g' x          dX += g A
 
-Projections that read the same x (q, k, v; gate, up) are members of a group: their A's are stacked by rows, and so are
-their B's; member i owns h[:, i*R:(i+1)*R] and its own columns of y. So x is read once for the whole group. A CPU does
-better still with the B's on the diagonal of one [out, R * members] matrix: y and dY are then touched once a group too,
-and multiplying the zeros beside the diagonal costs less than the calls it saves. s is alpha/rank, applied in the
-products and never baked into B: an adapter on disk is the adapter that trains.
+Projections that read the same x (q, k, v; gate, up) are members of a group. Their A's are stacked by rows, and so are
+their B's; member i has the columns h[:, i*R:(i+1)*R] and its own columns of y. So x is read once for the whole group.
+On a CPU, the B's are on the diagonal of one [out, R * members] matrix: y and dY are then read once for the group too,
+and multiplying the zeros off the diagonal costs less than the calls it saves. s is alpha/rank; it is applied in the
+products and never multiplied into B, so that the adapter on disk is the adapter that trains.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from graftune.kernels import launch
 
 
 class LowRank(NamedTuple):
-    """A group's low-rank product that is not yet in y."""
+    """A group's low-rank product before it is added to y."""
 
     h: torch.Tensor  # [T, R * members]
     up: torch.Tensor  # [sum of the members' outs, R]: their B's, stacked
-    columns: tuple[tuple[int, int], ...]  # of y, for each member
+    columns: tuple[tuple[int, int], ...]  # each member's columns of y
     scale: float
-    diagonal: torch.Tensor | None = None  # [out, R * members]: the same B's on a diagonal, where the CPU computes
+    diagonal: torch.Tensor | None = None  # [out, R * members], on a CPU: the same B's on a diagonal
 
     @property
     def rank(self) -> int:
@@ -48,7 +48,7 @@ def members(columns: Sequence[tuple[int, int]], rank: int) -> list[tuple[slice, 
 
 
 class Copy(NamedTuple):
-    """A part of the arena that products read elsewhere too."""
+    """A part of the arena (`source`) and the place where matrix products read it (`target`)."""
 
     source: torch.Tensor
     target: torch.Tensor
@@ -56,7 +56,7 @@ class Copy(NamedTuple):
 
 
 def spread(copies: Sequence[Copy]) -> None:
-    """target = scale * source, for each."""
+    """target = scale * source for each copy."""
     for source, target, scale in copies:
         torch.mul(source, scale, out=target) if scale != 1.0 else target.copy_(source)
 
@@ -88,8 +88,8 @@ def up_backward(grad_y: torch.Tensor, low: LowRank) -> torch.Tensor:
 
 
 def up_grad(grad_y: torch.Tensor, low: LowRank, grad_up: torch.Tensor) -> None:
-    """Adds dB = s dY' h into `grad_up` [sum of outs, R] (fp32)."""
-    joint = low.h.t() @ grad_y if low.diagonal is not None else None  # only its diagonal blocks are wanted
+    """Add dB = s dY' h to `grad_up` [sum of outs, R] (fp32)."""
+    joint = low.h.t() @ grad_y if low.diagonal is not None else None  # only its diagonal blocks are used
     for columns, rows, ranks in low.members():
         if joint is not None:
             grad_up[rows].add_(joint[ranks, columns].t(), alpha=low.scale)
@@ -98,12 +98,12 @@ def up_grad(grad_y: torch.Tensor, low: LowRank, grad_up: torch.Tensor) -> None:
 
 
 def down_backward(g: torch.Tensor, x: torch.Tensor, grad_down: torch.Tensor) -> None:
-    """Adds dA = g' x into `grad_down` [R * members, in] (fp32)."""
+    """Add dA = g' x to `grad_down` [R * members, in] (fp32)."""
     add_product_(grad_down, g.t(), x)
 
 
 def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> None:
-    """total (fp32) += scale * a b, whatever the dtype of a and b: no sum of it is ever narrower than fp32 on a GPU."""
+    """total (fp32) += scale * a b for any dtype of a and b. On a GPU the product is summed in fp32 throughout."""
     if a.dtype == total.dtype:
         total.addmm_(a, b, alpha=scale)
     elif launch.on_gpu(a):

@@ -1,8 +1,8 @@
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
-"""Gradients of adapters: thin products that are summed over tokens, added into the fp32 arena.
+"""Gradients of adapters: thin products summed over tokens and added to the fp32 arena.
 
-`both` makes g = s dY B besides dB = s dY' h, of the same dY, which is then read once: a block of columns has all of
-their sum over tokens, and of g a part, which `kernel.add_up` adds to the others.
+`both` computes g = s dY B and dB = s dY' h in one pass over dY: a block of columns has its whole sum over tokens, but
+only a part of g, and `kernel.add_up` adds the parts.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from graftune.kernels import launch
 from graftune.kernels.lora_linear import kernel
 from graftune.kernels.lora_linear.kernel import of_member
 
-AddUp = Callable[[torch.Tensor, torch.Tensor, tuple[int, ...]], None]  # parts, what their sum goes to, their numbers
+AddUp = Callable[[torch.Tensor, torch.Tensor, tuple[int, ...]], None]  # parts, output, number of parts per member
 
 
 @triton.jit
 def _member(pid, counts):
-    """Which member a block belongs to, and its number there; members have that many blocks."""
+    """The member that a block belongs to, and the block's number in it; `counts`: blocks per member."""
     member = 0
     block = pid
     total = 0
@@ -63,7 +63,7 @@ def _columns(
         )  # fmt: skip
         if HAS_ROWS:
             rows = tl.load(row_scale_ptr + at, alive, other=0.0)[:, None]
-            if FP16:  # the norm's values are near 1; a gradient that is divided by their size may have no digits left
+            if FP16:  # normed values are near 1, but a gradient times rstd may underflow
                 y = (y.to(tl.float32) * rows).to(y.dtype)
             else:
                 h = (h.to(tl.float32) * rows).to(h.dtype)
@@ -85,8 +85,8 @@ def _both(
     starts, stops, offsets, counts, WIDTH: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
     BT: tl.constexpr, BC: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`_columns` and `_rows` of one y in one pass over it: out[c, r] (+)= scale * sum over t of y[t, c] h[t, r], and
-    for this block of columns g[block, t, member * R + r] = scale * sum over c of y[t, c] w[c, r]."""
+    """`_columns` and `_rows` in one pass over y: out[c, r] (+)= scale * sum over t of y[t, c] h[t, r], and for this
+    block of columns g[block, t, member * R + r] = scale * sum over c of y[t, c] w[c, r]."""
     member, block = _member(tl.program_id(0), counts)
     start, stop, row = of_member(member, starts), of_member(member, stops), of_member(member, offsets)
     split = tl.program_id(1)
@@ -118,7 +118,7 @@ def _both(
 
 
 def _columns_tile(rank: int, tokens: int) -> tuple[int, int, int, int, int]:
-    """Columns and tokens of a tile, warps, stages, programs wanted."""
+    """Columns and tokens per tile, warps, stages, desired number of programs."""
     return (64, 128, 4, 3, 256) if tokens < 4096 or rank <= 32 else (128, 64, 4, 3, 256)
 
 
@@ -134,7 +134,8 @@ def sum_columns_(
     row_scale: torch.Tensor | None = None,
     col_scale: torch.Tensor | None = None,
 ) -> None:
-    """Contiguous total [sum of widths, rank] (or, transposed, [rank, width] of a lone member) += scale * y' h, fp32."""
+    """total += scale * y' h in fp32. total is contiguous: [sum of widths, rank], or [rank, width] if `transposed`,
+    which serves one member only."""
     assert total.is_contiguous()
     tokens = len(y)
     rp = launch.power_of_two(rank, 16)
@@ -168,14 +169,14 @@ def both(
     tail: torch.Tensor | None = None,
     add_up: AddUp | None = None,
 ) -> torch.Tensor:
-    """`sum_columns_` into total and `rows` of the same y, read once. `add_up` adds the parts of `rows` in another way
-    than kernel.py's, which is for a tail."""
+    """`sum_columns_` into total and `rows`, with one read of y. `add_up` replaces kernel.py's sum of the parts of
+    `rows`; it excludes a tail."""
     assert total.is_contiguous() and weight.stride(1) == 1 and (tail is None or add_up is None)
     tokens, rp = len(y), launch.power_of_two(rank, 16)
     bc, bt, warps, stages, programs = _both_tile(rp, tokens, total.shape[0], y.element_size())
     starts, stops, offsets, counts = kernel.places(columns, bc)
     blocks = sum(counts)
-    splits = max(1, min(triton.cdiv(tokens, 4 * bt), programs // blocks))  # all at once: a few more would wait for all
+    splits = max(1, min(triton.cdiv(tokens, 4 * bt), programs // blocks))  # one wave: more programs would wait for it
     per_split = triton.cdiv(triton.cdiv(tokens, splits), bt) * bt
     splits = triton.cdiv(tokens, per_split)
     sums = total if splits == 1 else torch.empty(splits, *total.shape, dtype=torch.float32, device=y.device)
@@ -197,10 +198,10 @@ def both(
 
 
 def _both_tile(rank: int, tokens: int, width: int, size: int = 2) -> tuple[int, int, int, int, int]:
-    """Columns and tokens of a tile, warps, stages, programs wanted. `size`: bytes of a value of y."""
+    """Columns and tokens per tile, warps, stages, desired number of programs. `size`: bytes of a value of y."""
     if rank > 32:
         return 128, 64, 4, 3, 264
-    if rank <= 16 and size == 2 and tokens >= 8192 and width >= 4096:  # 223 kB on a Hopper; before it Triton takes 94
+    if rank <= 16 and size == 2 and tokens >= 8192 and width >= 4096:  # shared memory: 223 kB on Hopper, 94 kB before
         return 512, 64, 8, 3, 132
     if tokens >= 2048:
         return 256, 64, 4, 3, 264

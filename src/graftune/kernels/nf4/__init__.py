@@ -65,7 +65,7 @@ def quantise_pieces(
 
 
 def _encode(values: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor) -> None:
-    launch.best(reference, values).encode(values, codes, absmax)
+    launch.implementation(reference, values).encode(values, codes, absmax)
 
 
 @launch.operation("dequantise")
@@ -94,7 +94,7 @@ def dequantise(
 
 def _fill(nf4: Nf4, out: torch.Tensor, start: int) -> None:
     assert out.dtype in FLOATS.values() and out.device == nf4.device
-    launch.best(reference, out).dequantise(nf4, out, start)
+    launch.implementation(reference, out).dequantise(nf4, out, start)
 
 
 def gather(nf4: Nf4, ids: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""RMS norm over the last dimension. x [..., D], weight [D] fp32; fp32 inside, result in x's dtype.
+"""RMS norm over the last dimension: x [..., D], weight [D] in fp32. It computes in fp32 and returns x's dtype.
 
-`add_forward` and `add_backward` are the norm inside a block, with the residual add beside it.
+`add_forward` and `add_backward` are the norm inside a block, fused with the residual add.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ __all__ = ["add_backward", "add_forward", "apply", "backward", "forward"]
 def add_forward(
     x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, y [T, D] -> (s = x + y, rstd [T] fp32); norm(s) is written to `out`, whose rows may lie apart.
+    """x, y [T, D] -> (s = x + y, rstd [T] fp32); writes norm(s) to `out`, which may have any row stride.
 
-    y is overwritten by the sum; without y the sum is x itself, whose rows may then lie apart, too."""
+    Overwrites y with the sum. Without y the sum is x itself, and x may have any row stride too."""
     assert x.stride(1) == 1 and (y is None or (y.shape == x.shape and y.is_contiguous() and x.is_contiguous()))
     assert out.shape == x.shape and out.stride(1) == 1
-    return launch.best(reference, x).add_forward(x, y, weight, eps, out)
+    return launch.implementation(reference, x).add_forward(x, y, weight, eps, out)
 
 
 @launch.operation("norm")
 def apply(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The norm of x [T, D] again, bit for bit, from the rstd [T] that the forward left."""
+    """Recompute the norm of x [T, D] from the forward's rstd [T], identical to the bit."""
     assert x.is_contiguous() and rstd.shape == x.shape[:1]
-    return launch.best(reference, x).apply(x, rstd, weight)
+    return launch.implementation(reference, x).apply(x, rstd, weight)
 
 
 @launch.operation("norm")
@@ -43,8 +43,8 @@ def add_backward(
     grad_weight: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Gradient of the stream [T, D]: the norm's, given its output's, plus `residual`, which is overwritten by it unless
-    there is an `out`. The rows of all may lie apart."""
+    """Gradient of the residual stream [T, D]: the norm's input gradient for `grad_y`, plus `residual`. Writes it to
+    `out`, or over `residual` if there is no `out`. All tensors may have any row stride."""
     assert x.stride(1) == grad_y.stride(1) == 1 and (residual is None or residual.stride(1) == 1)
     assert out is None or (out.shape == x.shape and out.stride(1) == 1)
-    return launch.best(reference, x).add_backward(grad_y, x, rstd, weight, residual, grad_weight, out)
+    return launch.implementation(reference, x).add_backward(grad_y, x, rstd, weight, residual, grad_weight, out)

@@ -1,7 +1,7 @@
-"""The norm with the residual add, a row at a time, held in registers: each tensor is read or written once.
+"""The norm with the residual add. A program holds one row in registers, so each tensor is read or written once.
 
-Adding the adapters' thin products here too (blocks of 16 rows, two passes over the width) was measured and lost: 140
-against 87 microseconds for 8192 x 4096, more than the products cost by themselves.
+Computing the adapters' low-rank products here as well (blocks of 16 rows, two passes over the width) was slower: 140
+instead of 87 microseconds for 8192 x 4096, and the products alone cost less than the difference.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import triton.language as tl
 from graftune.kernels import launch
 from graftune.kernels.lora_linear.kernel import add_up
 
-PROGRAMS = 512  # that share the rows where a weight's gradient is summed: four to a multiprocessor, nearly
+PROGRAMS = 512  # programs that share the rows when a weight gradient is summed: nearly four per multiprocessor
 
 
 @triton.jit
 def normed_row(
     x_ptr, y_ptr, w_ptr, sum_ptr, rstd_ptr, eps, x_stride, row, cols, inside, D: tl.constexpr, ADD: tl.constexpr
 ):
-    """norm(x + y) of a row in fp32; the sum and rstd are stored."""
+    """norm(x + y) of a row in fp32; stores the sum and rstd."""
     v = tl.load(x_ptr + row * x_stride + cols, inside, other=0.0).to(tl.float32)
     if ADD:
         v = (v + tl.load(y_ptr + row * D + cols, inside, other=0.0).to(tl.float32)).to(sum_ptr.dtype.element_ty)
@@ -33,7 +33,7 @@ def normed_row(
 
 @triton.jit
 def through_norm(grad, n, w, rstd, D: tl.constexpr):
-    """What the gradient of a row, in fp32, is before the norm; n = x * rstd."""
+    """The gradient of the norm's input, for one row in fp32; n = x * rstd."""
     grad *= w
     return (grad - n * (tl.sum(grad * n, 0) / D)) * rstd
 

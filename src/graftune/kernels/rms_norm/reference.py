@@ -1,7 +1,7 @@
 """y = x / sqrt(mean(x^2) + eps) * w, over the last dimension, in fp32 whatever the dtype of x.
 
-In a block the norm takes the residual add along, forward and backward. The stream is rounded to its dtype first and
-normed then, so that what is stored is what was normed.
+In a block, the norm and the residual add are one operation, forward and backward. The sum is rounded to its dtype
+before the norm, so that the stored stream is exactly the norm's input.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def backward(
     grad_y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, grad_weight: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Gradient of x; the weight's is added into `grad_weight` where given.
+    """Gradient of x. Adds the weight's gradient to `grad_weight` if given.
 
     With n = x * rstd and g = grad_y * w: grad_x = rstd * (g - n * mean(g * n)); grad_w = sum over rows of grad_y * n.
     """
@@ -30,7 +30,7 @@ def backward(
 def add_forward(
     x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x + y, rstd [T] fp32); the norm of the sum goes to `out`. y is overwritten."""
+    """(x + y, rstd [T] fp32); writes the norm of the sum to `out` and the sum over y."""
     if y is not None:
         x = y.add_(x)
     x32 = x.float()
@@ -40,7 +40,7 @@ def add_forward(
 
 
 def apply(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The norm again, from the forward's rstd."""
+    """Recompute the norm from the forward's rstd."""
     return (x.float() * rstd.unsqueeze(1)).mul_(weight.float()).to(x.dtype)
 
 
@@ -53,7 +53,7 @@ def add_backward(
     grad_weight: torch.Tensor | None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Gradient of the stream: that of the norm plus `residual`, which is overwritten unless there is an `out`."""
+    """Gradient of the residual stream: the norm's plus `residual`, written to `out` or over `residual`."""
     grad = _backward(grad_y.float(), x.float(), rstd.unsqueeze(1), weight, grad_weight).to(x.dtype)
     if out is None:
         return grad if residual is None else residual.add_(grad)

@@ -1,6 +1,7 @@
-"""Rotary position embedding on packed positions, and with it all that lies between the fused qkv product and
-attention. Tables [T, R/2] for the R columns of a head that turn come from `tables`; `rotate_` and `unrotate_` are the
-bare rotation of x [T, N, H].
+"""Rotary position embedding on packed positions, fused with everything between the qkv product and attention.
+
+`finish_` adds the bias, normalises q and k and rotates them. `tables` computes cos and sin [T, R/2] for the R columns
+of a head that are rotated. `rotate_` and `unrotate_` rotate x [T, N, H] only.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ def finish_(
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """Turns the raw product qkv [T, (N + 2K) H] into what attention takes, in place: adds the bias [(N + 2K) H], norms
-    q and k (fp32 weights, both or neither: [H], and each head is normed by itself, or [N H] and [K H], and all heads
-    are normed together), rotates q and k.
+    """Turn the product qkv [T, (N + 2K) H] into attention's input, in place: add the bias [(N + 2K) H], normalise q and
+    k, rotate q and k. The norms have fp32 weights, both or neither: [H] normalises each head separately, [N H] and
+    [K H] all heads together.
 
-    Returns what q and k were before their norm, [T, N + K, H], for the backward: empty without a norm, since the
-    rotation is undone without its input."""
+    Returns q and k before their norm, [T, N + K, H], for the backward; empty without a norm, since the backward of the
+    rotation does not need its input."""
     _check(qkv, cos, sin, heads, q_norm, k_norm)
     assert qkv.is_contiguous()
     assert bias is None or (bias.shape == qkv.shape[1:] and 2 * cos.shape[1] == heads[2])
@@ -43,7 +44,7 @@ def finish_(
         finish_(qkv, cos, sin, heads)
         return raw.unflatten(1, (-1, heads[2]))
     more = {"bias": bias, "q_norm": q_norm, "k_norm": k_norm, "eps": eps}
-    return launch.best(reference, qkv).finish_(qkv, cos, sin, heads, **more)
+    return launch.implementation(reference, qkv).finish_(qkv, cos, sin, heads, **more)
 
 
 @launch.operation("rope")
@@ -61,10 +62,10 @@ def finish_backward(
     grad_q_norm: torch.Tensor | None = None,
     grad_k_norm: torch.Tensor | None = None,
 ) -> None:
-    """From the gradients of what attention took, dq [T, N, H], dk and dv [T, K, H], to that of the raw product:
-    grad_qkv [T, (N + 2K) H]. Rows of all may lie apart; the former may be views of the latter, which is then changed in
-    place. Or dk and dv are [T, N, H] in fp32, those of each query head, and are added up here. The norm weights'
-    gradients are added into `grad_q_norm` and `grad_k_norm` [H] (fp32) where given."""
+    """Compute the gradient of the qkv product, grad_qkv [T, (N + 2K) H], from those of attention's input: dq [T, N, H],
+    dk and dv [T, K, H]. All may have any row stride. dq, dk and dv may be views of grad_qkv, which is then changed in
+    place. dk and dv may also be [T, N, H] in fp32, one for each query head; they are summed here. Adds the norm
+    weights' gradients to `grad_q_norm` and `grad_k_norm` [H] (fp32) if given."""
     _check(grad_qkv, cos, sin, heads, q_norm, k_norm)
     shared, kind = (heads[1], grad_qkv.dtype) if grads[2].shape[1] == heads[1] else (heads[0], torch.float32)
     wanted = (heads[0], grad_qkv.dtype), (shared, kind), (shared, kind)
@@ -82,7 +83,7 @@ def finish_backward(
             rstd = torch.rsqrt(part.float().square().mean(1).add_(eps))
             rms_norm.add_backward(place, part, rstd, weight, None, grad_weight, place)
         return
-    launch.best(reference, grad_qkv).finish_backward(
+    launch.implementation(reference, grad_qkv).finish_backward(
         grads,
         grad_qkv,
         cos,
@@ -120,5 +121,5 @@ def _check(
         and cos.dtype == sin.dtype == torch.float32
     )
     assert cos.is_contiguous() and sin.is_contiguous()
-    assert (q_norm is None) == (k_norm is None), "q and k are normed both or neither"
-    assert q_norm is None or 2 * cos.shape[1] == width, "heads are normed and turned whole"
+    assert (q_norm is None) == (k_norm is None), "either both q and k have a norm or neither"
+    assert q_norm is None or 2 * cos.shape[1] == width, "normed heads are rotated over their whole width"

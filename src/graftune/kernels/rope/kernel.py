@@ -1,7 +1,7 @@
-"""`finish_` and its way back, one launch each: a program owns some tokens of one head, as two tiles [BT, R/2], so that
-the halves meet in registers and every value is read and written once. In between all is fp32.
+"""`finish_` and its backward, one launch each. A program has some tokens of one head as two tiles [BT, R/2], so that
+both halves are in registers and every value is read and written once. It computes in fp32.
 
-The heads of one token block run side by side: they share its rows of cos and sin, which then come from cache.
+Programs for the heads of one token block are adjacent: they share its rows of cos and sin, which then come from cache.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def _finish_backward(
     GROUP: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, WORK: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_PARTS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv have K GROUP heads, of which GROUP are added up. With n = x * rstd, g the unrotated gradient and w the
-    norm's weight: dx = rstd (g w - n mean(g w n)), and the sum of g n over this program's tokens goes to parts
+    """dk and dv have K * GROUP heads; GROUP of them are summed. With n = x * rstd, g the unrotated gradient and w the
+    norm's weight: dx = rstd (g w - n mean(g w n)). The sum of g n over this program's tokens goes to parts
     [blocks, WORK, H]."""
     head = tl.program_id(0) % WORK
     at = (tl.program_id(0) // WORK) * BT + tl.arange(0, BT)
@@ -106,7 +106,7 @@ def _finish_backward(
 
 @triton.jit
 def _added(start, target, alive, cols, GROUP: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr):
-    """The two halves that turn, fp32, of GROUP heads from `start` on, added up; columns behind them are only moved."""
+    """Sum GROUP heads from `start` on and return the two rotated halves in fp32; later columns are only copied."""
     mask = alive[:, None] & (cols < HALF)[None, :]
     first = tl.load(start + cols[None, :], mask, other=0.0).to(tl.float32)
     second = tl.load(start + HALF + cols[None, :], mask, other=0.0).to(tl.float32)
@@ -125,7 +125,7 @@ def _added(start, target, alive, cols, GROUP: tl.constexpr, H: tl.constexpr, HAL
 
 @triton.jit
 def _rstd(a, b, alive, eps, H: tl.constexpr):
-    """1 / sqrt(mean square + eps) of each row; rows beyond the last token get 1, since eps may be 0."""
+    """1 / sqrt(mean square + eps) of each row; rows after the last token get 1, since eps may be 0."""
     square = (tl.sum(a * a, 1) + tl.sum(b * b, 1)) / H + eps
     return 1.0 / tl.sqrt(tl.where(alive, square, 1.0))
 
@@ -150,7 +150,7 @@ def finish_(
     queries, keys, width = heads
     tokens = len(qkv)
     raw = qkv.new_empty((tokens, queries + keys, width) if q_norm is not None else 0)
-    # Where nothing is added to v, it is what it should be already.
+    # Without a bias, v stays unchanged and needs no program.
     work = queries + keys + (keys if bias is not None else 0)
     bt, bc, warps = _blocks(tokens, 2 * cos.shape[1])
     if tokens:
@@ -182,7 +182,7 @@ def finish_backward(
     bt, bc, warps = _blocks(tokens, 2 * cos.shape[1])
     blocks = triton.cdiv(tokens, bt)
     parts, dv = None, grads[2]
-    # v's gradient is only moved; where it lies there already, nobody touches it.
+    # v's gradient is only copied, and not even that if it is in its place already.
     work = queries + keys
     if launch.address(dv) != launch.address(grad_qkv[:, work * width :]):
         work += keys
@@ -201,7 +201,7 @@ def finish_backward(
 
 
 def _blocks(tokens: int, width: int) -> tuple[int, int, int]:
-    """Tokens of a tile, padded columns of half of what turns, warps: eight values a thread and tile. (With 32 the way
-    back takes 66 microseconds instead of 53 at 8B and 8192 tokens, and 6.4 instead of 5.7 at 512.)"""
+    """Tokens per tile, padded columns per tile, warps: eight values per thread and tile. (With 32 values the backward
+    takes 66 microseconds instead of 53 at 8B and 8192 tokens, and 6.4 instead of 5.7 at 512 tokens.)"""
     columns = launch.power_of_two(width // 2, 16)
     return min(max(4, 1024 // columns), launch.power_of_two(tokens)), columns, 4

@@ -1,11 +1,11 @@
-"""Rotary positions in the Hugging Face layout: the first half of a head is rotated against its second half.
+"""Rotary positions in the Hugging Face layout: column i of a head is paired with column i + H/2.
 
     out[:H/2] = a cos - b sin        out[H/2:] = b cos + a sin        with a, b the two halves
 
-Tables narrower than half a head turn its first columns only, as if the head ended there; the rest stays as it is.
+Tables narrower than half a head rotate its first columns only, as if the head ended there; the rest is unchanged.
 
-The rotation is orthogonal up to the scaling folded into cos and sin, so the backward is the same with sin negated.
-`finish_` is all that lies between the fused qkv product and attention: bias, QK norm, rotation.
+The rotation is orthogonal except for the scaling in cos and sin, so the backward is the same with sin negated.
+`finish_` does everything between the qkv product and attention: bias, QK norm, rotation.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from graftune.kernels.rms_norm import reference as rms_norm
 def tables(
     positions: torch.Tensor, inverse_frequencies: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [T, R/2] in fp32, R the columns of a head that are turned; frequencies [R/2], or [T, R/2] where
-    tokens differ; `scaling` is yarn's attention factor (1 elsewhere)."""
+    """cos and sin [T, R/2] in fp32 for the R rotated columns of a head. Frequencies are [R/2], or [T, R/2] where
+    tokens differ; `scaling` is yarn's attention factor (else 1)."""
     angles = positions.to(torch.float32).unsqueeze(1) * inverse_frequencies.to(positions.device)
     return angles.cos() * scaling, angles.sin() * scaling
 
 
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [T, N, H], rotated in place by tables [T, R/2]."""
+    """Rotate x [T, N, H] in place by tables [T, R/2]."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     half = cos.shape[-1]
     a, b = x[..., :half].float(), x[..., half : 2 * half].float()
@@ -38,7 +38,7 @@ def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def unrotate_(grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The gradient's way back, in place."""
+    """The backward of `rotate_`, in place."""
     return rotate_(grad, cos, -sin)
 
 
@@ -93,7 +93,7 @@ def finish_backward(
 
 
 def added_up(grad: torch.Tensor, heads: int) -> torch.Tensor:
-    """[T, heads or a multiple, H] -> [T, heads, H]: the sums over neighbours."""
+    """[T, heads * group, H] -> [T, heads, H]: the sum over each group of adjacent heads."""
     return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
 
 

@@ -18,7 +18,7 @@ __all__ = ["backward", "forward", "step_"]
 def forward(bcx: torch.Tensor, taps: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
     """Writes [T, D] to `out`."""
     _check(bcx, taps, positions, out)
-    launch.best(reference, bcx).forward(bcx, taps, positions, out)
+    launch.implementation(reference, bcx).forward(bcx, taps, positions, out)
 
 
 @launch.operation("convolution")

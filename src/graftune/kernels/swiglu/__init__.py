@@ -1,6 +1,6 @@
 """Gated linear units on a fused gate/up product: act(gate) * up, with silu (SwiGLU) or tanh's gelu (GeGLU).
 
-gate_up [T, 2F] -> [T, F]; fp32 inside. Rows may lie apart."""
+gate_up [T, 2F] -> [T, F], computed in fp32. All tensors may have any row stride."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ KINDS = ("silu", "gelu")
 
 @launch.operation("gated unit")
 def forward(gate_up: torch.Tensor, act: torch.Tensor, kind: str = "silu") -> None:
-    """Writes the activation [T, F] to `act`."""
+    """Write the activation [T, F] to `act`."""
     assert gate_up.shape == (len(act), 2 * act.shape[1]) and gate_up.stride(1) == act.stride(1) == 1
     assert kind in KINDS, kind
-    launch.best(reference, gate_up).forward(gate_up, act, kind)
+    launch.implementation(reference, gate_up).forward(gate_up, act, kind)
 
 
 @launch.operation("gated unit")
 def backward(
     grad: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: torch.Tensor, kind: str = "silu"
 ) -> None:
-    """Writes the gradient of gate_up [T, 2F] to `out` and the activation [T, F] to `act`.
+    """Write the gradient of gate_up [T, 2F] to `out` and the activation [T, F] to `act`.
 
-    Our kernel goes value by value: there `out` may be gate_up itself, and `act` the gradient that came."""
+    On a GPU, `out` may be gate_up itself and `act` may be `grad`: the kernel reads each value before it writes it."""
     assert gate_up.shape == out.shape and grad.shape == act.shape and kind in KINDS
     assert grad.stride(1) == gate_up.stride(1) == out.stride(1) == act.stride(1) == 1
     if launch.fused(grad):

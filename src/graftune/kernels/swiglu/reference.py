@@ -3,9 +3,9 @@
     silu   x s               with s = sigmoid(x)                              slope  s + x s (1 - s)
     gelu   x (1 + t) / 2     with t = tanh(sqrt(2/pi) (x + 0.044715 x^3))     slope  (1 + t + x t') / 2
 
-Backward: d up = grad * act(gate); d gate = grad * up * slope. It hands back the activation too: what learns behind it
-needs it, and recomputing costs less than its memory. Every operation computes in fp32 and rounds to the tensor's dtype;
-widening whole tensors instead costs four times the traffic, which is what this is made of.
+Backward: d up = grad * act(gate); d gate = grad * up * slope. It returns the activation too: the down projection's
+adapter needs it, and recomputing it costs less than keeping it. Every operation computes in fp32 and rounds to the
+tensor's dtype; converting whole tensors to fp32 would cost four times the memory traffic, which bounds the speed here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def forward(gate_up: torch.Tensor, act: torch.Tensor, kind: str = "silu") -> Non
 def backward(
     grad: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: torch.Tensor, kind: str = "silu"
 ) -> None:
-    """Writes the gradient of gate_up [T, 2F] to `out` and the activation [T, F] to `act`."""
+    """Write the gradient of gate_up [T, 2F] to `out` and the activation [T, F] to `act`."""
     gate, up = gate_up.chunk(2, -1)
     width = gate.shape[-1]
     if kind == "silu":
