@@ -11,7 +11,7 @@ Every participant of every case runs in a process of its own, one after another,
 or is not installed is reported with its last line, and the others go on. cases.py says what a case is, measure.py how
 it is timed and when a time is refused, floor.py what nobody can beat, peers.py how the others are set up; `eager` is
 ours without CUDA graphs, `ranked` ours as the one rank of a run under torchrun (its all-reduce is in the graph), `api`
-a loop written with the Python API, and `profile` ours by operation (src/graftune/observe/profiler.py): how much of
+a loop written with the Python API, and `profile` ours by operation (src/graftune/training/profiler.py): how much of
 the step is attributed, what profiling adds to it, and its speed as a run says it live, beside the floor. Peers come
 from PYTHONPATH. Only ratios of one call count: machines of one kind differ by 2 to 3%. With --json the cases go into a
 GPU's record (measure.py), after every case; --json - prints them. The exit code is 1 where a case failed.
@@ -122,8 +122,8 @@ def hot_loop(
 
 def profile(case: Case, device: torch.device, steps: int, sustain: float) -> dict[str, Any]:
     """Who owns a step, and how fast a run would say that it is. Refuses a profile that nobody could trust."""
-    from graftune.observe.profiler import profiled
     from graftune.observe.speed import Meter
+    from graftune.training.profiler import profiled
 
     session, runner = hot_loop(case, device)
     numbers = count()

@@ -11,10 +11,9 @@ import torch
 from benchmarks.cases import parse
 from benchmarks.step import profile as profiled_case
 
-from graftune import spans
 from graftune.observe.profile import Profile
-from graftune.observe.profiler import Recorder
 from graftune.spans import DeviceClock, StampTurn
+from graftune.training.profiler import Recorder
 from tests.gpu.test_step import examples, ready, run
 
 pytestmark = pytest.mark.gpu
@@ -30,11 +29,8 @@ def stepped(folder: Path, timed: bool, turns: int = 1, **more: Any) -> tuple[tor
         if not timed or number < 4:
             run(loop, batches)
             continue
-        timeline = recorder.begin(StampTurn(number % turns, turns))
-        with spans.recording(timeline):
+        with recorder.step(StampTurn(number % turns, turns)):
             run(loop, batches)
-            timeline.end()
-        recorder.take(timeline)
     loop.finished(wait=True)
     return ours.arena.weights.clone(), recorder.profile
 

@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graftune import graph, spans
 from graftune.model.context import SideStreams
-from graftune.observe import profiler
 from graftune.observe.profile import Profile, Span, StepSample, bottleneck, read
-from graftune.observe.profiler import Recorder
 from graftune.settings.config import LoraConfig
 from graftune.spans import Name, StampTurn, Timeline
 from graftune.step.pipeline import HostLoop
 from graftune.step.step import Step
+from graftune.training import profiler
+from graftune.training.profiler import Recorder
 from tests.kernels.test_whole_step import HYPER, batch
 from tests.support import oracle
 
@@ -57,11 +57,8 @@ def sent(loop: HostLoop, micro_batches: int = 1) -> None:
 
 def sampled(loop: HostLoop, turn: StampTurn = spans.EVERY_LAYER, micro_batches: int = 1) -> StepSample:
     recorder = Recorder(Ticks())
-    timeline = recorder.begin(turn)
-    with spans.recording(timeline):
+    with recorder.step(turn):
         sent(loop, micro_batches)
-        timeline.end()
-    recorder.take(timeline)
     return recorder.profile.samples[0]
 
 
@@ -260,11 +257,9 @@ def test_of_each_turn_the_latest_samples_are_kept() -> None:
     for number in range(5):
         recorder.profile.plain.append(float(number))
         for turn in (StampTurn(0, 2), StampTurn(1, 2)):
-            timeline = recorder.begin(turn)
-            for _ in range(number):
-                timeline.clock.stamp()
-            timeline.end()
-            recorder.take(timeline)
+            with recorder.step(turn):
+                for _ in range(number):
+                    recorder.clock.stamp()
     found = recorder.profile
     assert [(sample.turn.number, sample.total) for sample in found.samples] == [(0, 4.0), (1, 4.0), (0, 5.0), (1, 5.0)]
     assert found.plain == [3.0, 4.0] and found.document()["step_ms"] == 4.5

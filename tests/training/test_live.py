@@ -28,7 +28,7 @@ from graftune.spans import StampTurn
 from graftune.step import floor
 from graftune.step.flops import StepFlops
 from graftune.step.pipeline import HostLoop
-from graftune.training import floors, profiled_steps, reporter
+from graftune.training import floors, profiler, reporter
 from graftune.training.reporter import LiveSpeed, Reporter
 from tests.observe.test_profile import Ticks
 from tests.training.runs import write_data
@@ -102,7 +102,7 @@ class Profiling:
     """The hook in a made-up run of steps, each of which is one product a layer."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, every: int, layers: int = 1, total: int = 40):
-        monkeypatch.setattr(profiled_steps, "facts_of", lambda session, shape: {"shape": {}})
+        monkeypatch.setattr(profiler, "facts_of", lambda session, shape: {"shape": {}})
         self.layers, self.documents, self.warned = layers, dict[int, Any](), list[str]()
         session: Any = SimpleNamespace(
             runtime=SimpleNamespace(device=torch.device("cpu")), pipeline=HostLoop(Any),  # type: ignore[arg-type]
@@ -116,7 +116,7 @@ class Profiling:
             folder=folder, total=total, report=report, progress=SimpleNamespace(step=0),
             config=Config.of({"profile_every": every}),
         )  # fmt: skip
-        self.hook = profiled_steps.ProfiledSteps(session, None)
+        self.hook = profiler.ProfiledSteps(session, None)
         self.hook.recorder.clock = Ticks()
         self.hook.start(self.state)
 
@@ -157,7 +157,7 @@ def test_a_pause_between_steps_is_no_part_of_a_steps_time(tmp_path: Path, monkey
 
 
 def test_a_long_run_keeps_the_latest_profiled_steps(tmp_path: Path, monkeypatch, no_floor) -> None:
-    monkeypatch.setattr(profiled_steps, "MOST", 3)
+    monkeypatch.setattr(profiler, "MOST", 3)
     run = Profiling(tmp_path, monkeypatch, every=4)
     for step in range(1, run.state.total + 1):
         run.send(step)
@@ -203,7 +203,7 @@ def test_the_line_says_why_there_is_no_floor(
 
 def test_a_short_captured_step_is_profiled_in_turns_with_steps_between(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(floors, "known", lambda session, shape: 2.0)
-    monkeypatch.setattr(profiled_steps, "turns_for", lambda *step: [StampTurn(0, 2), StampTurn(1, 2)])
+    monkeypatch.setattr(profiler, "turns_for", lambda *step: [StampTurn(0, 2), StampTurn(1, 2)])
     run = Profiling(tmp_path, monkeypatch, every=8, layers=2)
     run.hook.captured = True
     timed: dict[int, StampTurn] = {}

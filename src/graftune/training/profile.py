@@ -21,11 +21,10 @@ from graftune.kernels.adamw import Hyper
 from graftune.model.context import dropout_seed
 from graftune.observe.console import Console
 from graftune.observe.profile import Profile
-from graftune.observe.profiler import profiled
 from graftune.settings.config import Config
 from graftune.training import floors
 from graftune.training.prepare import Prepared, prepare_profile
-from graftune.training.profiled_steps import facts_of
+from graftune.training.profiler import facts_of, profiled
 from graftune.weights import checkpoint
 from graftune.weights.checkpoint import Progress
 

@@ -36,7 +36,7 @@ from graftune.training.guard import Guard, Halted
 from graftune.training.hooks import Hook, RunState
 from graftune.training.prepare import Prepared
 from graftune.training.preview import Preview
-from graftune.training.profiled_steps import ProfiledSteps, Trace
+from graftune.training.profiler import ProfiledSteps, Trace
 from graftune.training.reporter import Reporter, live_speed
 from graftune.training.resume import identity, run_length
 from graftune.training.samples import Samples

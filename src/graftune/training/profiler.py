@@ -1,0 +1,318 @@
+"""Profiles training steps while they run, for `graftune profile` and for `profile_every`; and torch's own trace.
+
+A profiled step is recorded on a timeline (spans.py). On a GPU it is queued behind plain ones, like the steps of a run:
+a step that begins on an idle device would count the host's time to launch it. Each profiled step is followed by a wait,
+since a replay of the same graph overwrites its events. Plain steps are timed in between, so that both see the same
+clocks and data.
+
+How many operations are stamped at a time depends on the step: stamps may take STAMPS_SHARE of it. A 1B step of 512
+tokens has about 300 operations in 6 ms, so it is profiled in turns of one layer each; an 8B step of 8192 tokens in one.
+The first profiled step of a turn captures the step once more and is discarded; its graphs are kept.
+
+In a run, the step before profiled steps is timed plain, and between two profiled steps one passes untimed, because the
+wait leaves the device idle. An occasion that would begin during another one is left out. The profile covers the latest
+occasions: its size, and the time that a document takes, do not grow with the run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graftune import spans
+from graftune.data.pack import Capacities
+from graftune.io.files import write_file
+from graftune.observe.profile import Profile, read
+from graftune.session import Parts
+from graftune.spans import EVERY_LAYER, Clock, HostClock, StampTurn, Timeline
+from graftune.step.pipeline import BaseLoop
+from graftune.training import floors
+from graftune.training.hooks import Hook, RunState
+
+UNTRACED = 3  # steps before a trace begins: kernels compile, the graph is captured, clocks settle
+STAMP_MS = 0.007  # what an event costs a captured step: 4 to 7 us on an H200, by the gap that it leaves behind it
+STAMPS_SHARE = 0.035  # of a step that stamps may take
+WARM = 3  # steps before anything is timed: kernels compile, graphs are captured, clocks settle
+WARM_RUN = 5  # the same, in a run
+EAGER = 3  # steps without graphs
+OUTSIDE, OF_A_LAYER = 24, 26  # stamps outside of layers and of one layer, about, where they were not counted
+BESIDE = {"evaluate": "evaluation", "checkpoint": "checkpoint"}  # work whose time a profile shows beside steps
+MOST = 20  # samples of each turn that a run keeps: a document is made of them while the run waits
+
+Send = Callable[[], None]  # fetches the batches of the next step and sends it
+
+
+class Recorder:
+    """Takes the samples of a profile while steps are sent."""
+
+    def __init__(self, clock: Clock, profile: Profile | None = None, most: int | None = None):
+        """`most`: samples of each turn that are kept, and plain steps; the oldest ones go. None: all of them."""
+        self.clock, self.profile, self.most = clock, profile or Profile(), most
+
+    @contextmanager
+    def step(self, turn: StampTurn = EVERY_LAYER) -> Iterator[None]:
+        """Profile the step that is sent inside."""
+        timeline = self.begin(turn)
+        with spans.recording(timeline):
+            yield
+            timeline.end()
+        self.take(timeline)
+
+    def begin(self, turn: StampTurn) -> Timeline:
+        """The timeline begins where the step before ended: the time until the first batch is the phase `load`."""
+        timeline = Timeline(self.clock, turn)
+        timeline.phase("load", operation="waiting for a batch")
+        return timeline
+
+    def take(self, timeline: Timeline) -> bool:
+        """Wait for a step whose end is stamped, and keep it; False if it was captured meanwhile and is discarded."""
+        self.clock.wait()
+        if timeline.captures:
+            return False
+        profile = self.profile
+        profile.samples.append(read(timeline))
+        same = [place for place, sample in enumerate(profile.samples) if sample.turn == timeline.turn]
+        if self.most is not None and len(same) > self.most:
+            del profile.samples[same[0]]
+            del profile.plain[: -self.most]
+        return True
+
+
+def profiled(loop: BaseLoop, send: Send, device: torch.device, steps: int) -> Profile:
+    """At least `steps` profiled steps, as many in every turn. The steps are real: they train."""
+    clock = spans.clock_for(device)
+    recorder = Recorder(clock)
+    profile = recorder.profile
+    for _ in range(WARM):
+        send()
+    turns = _turns(loop, send, clock, profile)
+    for turn in turns:
+        if loop.graph:
+            with recorder.step(turn):  # captures: not a sample
+                send()
+        for _ in range(math.ceil(steps / len(turns))):
+            if loop.ahead:
+                send()
+            began = clock.stamp()
+            send()
+            ended = clock.stamp()
+            with recorder.step(turn):
+                send()
+            profile.plain.append(clock.ms(began, ended))
+    loop.finished(wait=True)
+    profile.facts["captured"] = loop.graph
+    profile.facts["turns"] = len(turns)
+    return profile
+
+
+def _turns(loop: BaseLoop, send: Send, clock: Clock, profile: Profile) -> list[StampTurn]:
+    """One, unless its stamps would take too much of a captured step. Stamps are counted in an eager step, and eager
+    steps are timed to see what the graph saves."""
+    if not loop.graph:
+        return [EVERY_LAYER]
+    plain = statistics.median(_plain(send, clock) for _ in range(5))
+    counted = Timeline(HostClock())
+    layers = loop.layers
+    try:
+        with loop.uncaptured():
+            send()
+            for _ in range(EAGER):
+                profile.eager.append(_plain(send, clock))
+            with spans.recording(counted):
+                send()
+        clock.wait()
+        inside = [name for name, _ in counted.stamps if name is not None and name.layer is not None]
+        stamps = len(counted.stamps) - len(inside), len(inside) + 2 * len(counted.apart)
+    except torch.OutOfMemoryError:  # the graph's own memory is not free for an eager step
+        loop.discard()
+        profile.eager.clear()
+        profile.facts["eager_note"] = "without graphs a step was not timed: it does not fit beside their memory"
+        stamps = OUTSIDE, OF_A_LAYER * layers
+    return turns_for(*stamps, layers, plain)
+
+
+def turns_for(outside: int, inside: int, layers: int, plain_ms: float) -> list[StampTurn]:
+    """The fewest whose stamps take no more than their share; at most one a layer. `outside` and `inside`: stamps out of
+    layers, which every turn has, and of all layers together. A layer has two borders more, forward and backward."""
+    allowed = STAMPS_SHARE * plain_ms / STAMP_MS
+    counts = (n for n in range(1, layers + 1) if outside + (inside + 2 * layers * (n > 1)) / n <= allowed)
+    count = next(counts, layers)
+    return [StampTurn(number, count) for number in range(count)]
+
+
+def _plain(send: Send, clock: Clock) -> float:
+    """Milliseconds of a step on its own, queued behind another."""
+    send()
+    began = clock.stamp()
+    send()
+    ended = clock.stamp()
+    clock.wait()
+    return clock.ms(began, ended)
+
+
+def facts_of(session: Parts, shape: Capacities | None) -> dict[str, Any]:
+    """The facts of the machine and of the model in a profile."""
+    settings, runtime = session.config.train, session.runtime
+    found: dict[str, Any] = {"tokens_per_micro_batch": settings.tokens_per_micro_batch}
+    if shape is not None:
+        found |= {"documents": shape.max_docs, "longest": shape.longest, "response_rows": shape.max_rows}
+    return {
+        "device": runtime.device.type,
+        "gpu": runtime.describe(),
+        "model": session.base.name,
+        "method": settings.method,
+        "recompute": settings.recompute,
+        "shape": found,
+    }
+
+
+def first_profiled(every: int, done: int) -> int:
+    """The first step that is profiled of a run that goes on after `done`."""
+    return -(-max(WARM_RUN + 2, done + 3) // every) * every
+
+
+class ProfiledSteps(Hook):
+    """For runs of one process: a capture more on one of several ranks would leave the others behind."""
+
+    def __init__(self, session: Parts, shape: Capacities | None):
+        loop, self.layers = session.pipeline, len(session.base.spec.layers)
+        self.captured = loop.graph
+        self.floor_ms = floors.known(session, shape)
+        facts = facts_of(session, shape) | {"captured": self.captured}
+        self.recorder = Recorder(spans.clock_for(session.runtime.device), Profile(facts=facts), MOST)
+        self.left: list[StampTurn] = []  # of this occasion
+        self.timeline: Timeline | None = None
+        self.plain: Any = None  # the stamp before a step that is timed plain
+        self.timed_plain: tuple[Any, Any] | None = None  # both stamps of one, which are not read yet
+        self.idle = False  # the device has been waited for since the last step
+
+    @property
+    def profile(self) -> Profile:
+        return self.recorder.profile
+
+    def start(self, state: RunState) -> None:
+        every = state.config.run.profile_every
+        if (first := first_profiled(every, state.progress.step)) > state.total:
+            state.report.console.warn(
+                f"profile_every is {every}: the run ends at step {state.total}, before step {first} is profiled"
+            )
+
+    @contextmanager
+    def around_step(self) -> Iterator[None]:
+        if self.timeline is None:
+            yield
+            return
+        with spans.recording(self.timeline):
+            yield
+            self.timeline.end()
+
+    def step_sent(self, state: RunState, micro_batches: int) -> None:
+        """Begin, go on with or end an occasion; at its end the documents are written into the folder."""
+        step, every = state.progress.step, state.config.run.profile_every
+        if self.timeline is not None:
+            self._take(self.timeline, micro_batches)
+            if not self.left:
+                state.report.profiled(self._write(state.folder), step)
+            return
+        was_idle, self.idle = self.idle, False
+        if self.left and was_idle:
+            self.timeline = self.recorder.begin(self.left[0])
+        elif self.plain is not None:
+            self._begin()
+        elif step >= WARM_RUN and (step + 2) % every == 0:
+            self.plain = self.recorder.clock.stamp()
+
+    def paused(self, state: RunState, work: str, seconds: float) -> None:
+        """Discard the sample, because the device did something else meanwhile."""
+        if work in BESIDE:
+            self.profile.beside[BESIDE[work]] = seconds * 1e3
+        self.plain = None
+        if self.timeline is not None:
+            self.timeline = self.recorder.begin(self.timeline.turn)
+
+    def _begin(self) -> None:
+        """Begin an occasion: the plain step has just been sent."""
+        self.timed_plain, self.plain = (self.plain, self.recorder.clock.stamp()), None
+        self.left = self._turns()
+        self.timeline = self.recorder.begin(self.left[0])
+
+    def _turns(self) -> list[StampTurn]:
+        if not self.captured:
+            return [EVERY_LAYER]
+        if self.profile.samples:  # as on the first occasion: those graphs are there
+            return sorted({sample.turn for sample in self.profile.samples})
+        self.recorder.clock.wait()  # this once: the step to come captures, and is no sample
+        self._read_plain()
+        return turns_for(OUTSIDE, OF_A_LAYER * self.layers, self.layers, self.profile.plain[0])
+
+    def _read_plain(self) -> None:
+        if self.timed_plain is not None:
+            self.profile.plain.append(self.recorder.clock.ms(*self.timed_plain))
+            self.timed_plain = None
+
+    def _take(self, timeline: Timeline, micro_batches: int) -> None:
+        """A profiled step was sent."""
+        self.timeline, self.idle = None, True
+        if self.recorder.take(timeline):
+            self.left.pop(0)
+        self._read_plain()
+        self.profile.facts["shape"]["micro_batches"] = micro_batches
+        if self.floor_ms is not None:
+            self.profile.facts["floor_ms"] = self.floor_ms * micro_batches
+
+    def _write(self, folder: Path) -> dict[str, Any]:
+        document = self.profile.document()
+        try:
+            write_file(folder / "profile.json", json.dumps(document) + "\n")
+            write_file(folder / "profile-trace.json", json.dumps(self.profile.trace()) + "\n")
+        except OSError as error:  # a full disk: the figures are in the log all the same
+            document["not_written"] = str(error)
+        return document
+
+
+class Trace(Hook):
+    """`trace_steps`: torch's profiler traces some steps of the run into trace.json.gz, for ui.perfetto.dev. A run that
+    ends earlier gets the steps that there were."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.profiler: Any = None
+
+    def start(self, state: RunState) -> None:
+        kinds, steps = torch.profiler.ProfilerActivity, state.config.run.trace_steps
+        path, note = state.folder / "trace.json.gz", state.report.console.note
+
+        def write(profiler: Any) -> None:
+            if self.sent <= UNTRACED + 1:
+                return
+            try:
+                profiler.export_chrome_trace(str(path))
+            except OSError as error:  # a full disk: the run goes on without its trace
+                note(f"no trace: {error}")
+                return
+            note(f"trace: {path} (open it in ui.perfetto.dev)")
+
+        self.profiler = torch.profiler.profile(
+            activities=[kinds.CPU, *([kinds.CUDA] if state.session.runtime.device.type == "cuda" else [])],
+            schedule=torch.profiler.schedule(wait=UNTRACED, warmup=1, active=steps, repeat=1),
+            on_trace_ready=write,
+        )
+        self.profiler.start()
+
+    def step_sent(self, state: RunState, micro_batches: int) -> None:
+        self.sent += 1
+        self.profiler.step()
+
+    def stop(self, state: RunState) -> None:
+        if self.profiler is None:  # the run ended before its first step
+            return
+        self.profiler.stop()
+        if self.sent <= UNTRACED + 1:
+            state.report.console.note(f"no trace: the run had no more than {UNTRACED + 1} steps")
