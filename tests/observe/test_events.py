@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from graftune.observe.events import (
     latest,
     number,
     parsed,
+    plain,
     read_events,
     standing,
     steps,
@@ -40,6 +42,7 @@ def test_lines_are_whole_json_with_event_and_time(tmp_path: Path) -> None:
     assert first["event"] == "run_start" and first["time"] > 1e9 and first["base"] == "é\u2028"
     assert second["loss"] is None and second["grad_norm"] is None
     assert second["lr"] == 0.5 and second["tokens"] == 3
+    assert plain({"b": 10**30, 3: (1,), "c": date(2026, 1, 2)}) == {"b": None, "3": [1], "c": "2026-01-02"}
     assert read_events(path) == [first, second]
 
 

@@ -12,7 +12,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from graftune.dashboard.reading import opened
+from graftune.errors import GraftuneError
+from graftune.io.files import open_plain
 from graftune.io.json_file import no_collections
 from graftune.observe.events import Event, parsed
 
@@ -41,7 +42,8 @@ class LineReader:
     def advance(self) -> None:
         self.behind, end = False, time.monotonic() + self.SECONDS
         try:
-            with opened(self.path) as handle:
+            with open_plain(self.path, follow=False) as file:
+                handle = file.fileno()
                 found = os.fstat(handle)
                 if self._inode not in (0, found.st_ino) or found.st_size < self.offset:
                     self._restart()
@@ -55,7 +57,7 @@ class LineReader:
             if self._inode:
                 self._restart()
                 self._inode = 0
-        except OSError:
+        except (OSError, GraftuneError):
             return  # a link, a folder, no permission: a run without events
 
     def _restart(self) -> None:

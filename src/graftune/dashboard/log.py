@@ -7,6 +7,7 @@ millions of steps is downsampled as it grows, and only the latest of the other e
 
 from __future__ import annotations
 
+import json
 import math
 from array import array
 from bisect import bisect_right
@@ -16,22 +17,12 @@ from itertools import chain
 from operator import lt
 from typing import Any
 
-from graftune.dashboard.json_safe import json_safe, to_bytes
 from graftune.dashboard.line_reader import LineReader, events_of
-from graftune.observe.events import Event, number
+from graftune.observe.events import Event, number, plain, step_of
 
 KINDS = ("run_start", "resume", "eval", "sample", "warning", "memory", "profile", "run_end")  # that the views show
 MOST_EVENTS, MOST_BYTES = 5000, 2 << 20  # events of each kind, and their size as JSON
 MOST_NAMES, MOST_NUMBERS = 64, 2 << 20  # of a step, and of all steps
-
-
-def whole(value: Any) -> int | None:
-    """A whole number that JavaScript can represent, not negative; otherwise None."""
-    return value if type(value) is int and 0 <= value < 1 << 53 else None
-
-
-def step_of(event: Event) -> int | None:
-    return whole(event.get("step"))
 
 
 def _column(values: Sequence[Any]) -> array[float] | None:
@@ -53,8 +44,8 @@ class LatestEvents:
         self.size = 0
 
     def append(self, event: Event) -> None:
-        safe = json_safe(event)
-        self._events.append((len(to_bytes(safe)), safe))
+        safe = plain(event)
+        self._events.append((len(json.dumps(safe)), safe))
         self.size += self._events[-1][0]
         while len(self._events) > MOST_EVENTS or (self.size > MOST_BYTES and len(self._events) > 1):
             self.size -= self._events.popleft()[0]

@@ -6,50 +6,35 @@ are the only way out of a folder for names that we choose ourselves, so every re
 
 from __future__ import annotations
 
-import json
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from graftune.io.json_file import no_collections
+from graftune.errors import GraftuneError
+from graftune.io.files import open_plain
+from graftune.io.json_file import NotJson, parse_json
+from graftune.observe.events import plain
 
 LARGEST = 64 << 20  # bytes of a document that is read whole
-
-
-@contextmanager
-def opened(path: str | Path) -> Iterator[int]:
-    """The handle of a regular file. Raises OSError if there is none or it is a link."""
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError(f"{os.path.basename(path)} is not a file")
-        yield handle
-    finally:
-        os.close(handle)
 
 
 def read_bytes(path: str | Path, most: int = LARGEST) -> bytes | None:
     """The content, or None if there is no such file or it is larger than `most`."""
     try:
-        with opened(path) as handle, open(handle, "rb", closefd=False) as file:
+        with open_plain(path, follow=False) as file:
             content = file.read(most + 1)
-    except OSError:
+    except (OSError, GraftuneError):
         return None
     return content if len(content) <= most else None
 
 
 def read_json(path: Path, most: int = LARGEST) -> Any:
-    """The document in a file; None if it cannot be read."""
+    """The document in a file as JSON types that every browser reads; None if it cannot be read."""
     content = read_bytes(path, most)
-    if content is None:
-        return None
     try:
-        with no_collections():
-            return json.loads(content)
-    except (ValueError, RecursionError):
+        return None if content is None else plain(parse_json(content))
+    except NotJson:
         return None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 from collections.abc import AsyncIterator, Callable
 from urllib.parse import unquote
@@ -22,7 +23,6 @@ from starlette.routing import Route
 
 from graftune.dashboard import assets, streams
 from graftune.dashboard.chat import Chat
-from graftune.dashboard.json_safe import json_safe, to_bytes
 from graftune.dashboard.preview import Previews
 from graftune.dashboard.reading import read_bytes
 from graftune.dashboard.runs import Runs, WatchedRun
@@ -30,6 +30,7 @@ from graftune.dashboard.security import HEADERS, AccessCheck
 from graftune.dashboard.series import series
 from graftune.dashboard.views import PROFILE, details
 from graftune.errors import GraftuneError
+from graftune.observe.events import plain
 
 VIEWS = ("series", "events", "preview", "profile")
 LARGEST_PROFILE = 4 << 20  # bytes
@@ -86,7 +87,7 @@ class Server:
         page, size = _whole(request, "page", 0) or 0, _whole(request, "size", 20) or 20
         search = request.query_params.get("search", "")[:1000]
         found = await self.previews.page(run, page, size, search)
-        return _missing("preview of its data") if found is None else _json(json_safe(found))
+        return _missing("preview of its data") if found is None else _json(plain(found))
 
     async def ask(self, request: Request) -> Response:
         """POST /api/chat."""
@@ -134,7 +135,9 @@ def application(runs: Runs, *, host: str = "127.0.0.1", token: str = "", device:
 
 
 def _json(document: object) -> Response:
-    return Response(to_bytes(document), media_type="application/json")
+    """In ASCII, because a file may contain unpaired surrogates, which UTF-8 cannot encode."""
+    text = json.dumps(document, separators=(",", ":"), allow_nan=False)
+    return Response(text, media_type="application/json")
 
 
 def _stream(events: AsyncIterator[str]) -> Response:

@@ -12,10 +12,10 @@ import functools
 import re
 from typing import Any
 
-from graftune.dashboard.json_safe import json_safe
 from graftune.dashboard.reading import read_bytes
 from graftune.errors import GraftuneError
 from graftune.io.yaml_file import LARGEST, parse_yaml
+from graftune.observe.events import plain
 
 _KEY = re.compile(r"^  [A-Za-z_]\w*:(?:[ \t].*)?$(?:\n(?:   |  - ).*)*", re.M)  # with the lines of its value
 _BETWEEN = re.compile(r"(?:#.*|[a-z_]+:|  \{\}|)")  # lines between keys: comments, sections
@@ -35,7 +35,7 @@ def settings_of(path: str) -> dict[str, Any]:
             pairs = [_parsed(part) for part in _KEY.findall(text)]
             if all(name for name, _ in pairs):
                 return dict(pairs)
-        return json_safe(_flat(parse_yaml(text, "config.yaml")))
+        return plain(_flat(parse_yaml(text, "config.yaml")))
     except GraftuneError:
         return {}
 
@@ -43,16 +43,16 @@ def settings_of(path: str) -> dict[str, Any]:
 @functools.lru_cache(maxsize=8192)
 def _parsed(part: str) -> tuple[str, Any]:
     """The key and its value; no key where they cannot be read by themselves."""
-    plain = _PLAIN.fullmatch(part)
-    if plain and plain[2].lower() not in _WORDS:  # paths and seeds, which differ most among runs
-        return plain[1], plain[2]
+    word = _PLAIN.fullmatch(part)
+    if word and word[2].lower() not in _WORDS:  # paths and seeds, which differ most among runs
+        return word[1], word[2]
     if whole := _WHOLE.fullmatch(part):
         return whole[1], int(whole[2])
     try:
         found = parse_yaml(part, "config.yaml")
     except GraftuneError:
         return "", None
-    return next(iter(json_safe(found).items())) if len(found) == 1 else ("", None)
+    return next(iter(plain(found).items())) if len(found) == 1 else ("", None)
 
 
 def _flat(tree: dict[str, Any]) -> dict[str, Any]:

@@ -14,10 +14,9 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from graftune.dashboard.json_safe import json_safe
 from graftune.dashboard.line_reader import LineReader
 from graftune.dashboard.runs import LOG, Runs, WatchedRun
-from graftune.observe.events import parsed
+from graftune.observe.events import parsed, plain
 
 LOOK, COMMENT = 0.5, 5.0  # seconds between two looks at a file, and between two comments
 
@@ -42,7 +41,7 @@ class _NewEvents(LineReader):
         for line in piece.split(b"\n")[:-1]:
             offset += len(line) + 1
             if (event := parsed(line)) is not None:
-                self._messages.append(message({"offset": offset, "event": json_safe(event)}))
+                self._messages.append(message({"offset": offset, "event": plain(event)}))
 
     def read(self) -> list[str]:
         self.advance()

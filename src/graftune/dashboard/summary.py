@@ -10,8 +10,7 @@ import re
 from operator import itemgetter
 
 from graftune.dashboard.line_reader import LineReader, events_of
-from graftune.dashboard.log import step_of, whole
-from graftune.observe.events import Event, number
+from graftune.observe.events import Event, number, step_of, whole
 
 STEP = b'{"event": "step", '  # how EventLog begins a step
 KINDS = re.compile(

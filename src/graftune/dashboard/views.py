@@ -6,13 +6,11 @@ import os
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
-from graftune.dashboard.json_safe import json_safe
-from graftune.dashboard.log import Log, step_of
+from graftune.dashboard.log import Log
 from graftune.dashboard.reading import is_file, read_bytes, read_json
 from graftune.dashboard.runs import CONFIG, Document, WatchedRun
-from graftune.observe.events import Event, shown_answers
+from graftune.observe.events import evals, sample_rows, step_of
 
 PROFILE = "profile.json"
 MOST_SAMPLES, MOST_WARNINGS = 4000, 500
@@ -28,11 +26,11 @@ def details(run: WatchedRun, differing: list[str]) -> Document:
             "folder": str(run.folder),
             "command": command(run.folder, log),
             "config_yaml": "" if config is None else config.decode("utf-8", "replace"),
-            "plan": json_safe(read_json(run.folder / "plan.json", 1 << 20)),
+            "plan": read_json(run.folder / "plan.json", 1 << 20),
             "memory": last["memory"],
             "warnings": warnings(log),
-            "samples": samples(log),
-            "evals": evals(log),
+            "samples": sample_rows(log.of("sample"))[-MOST_SAMPLES:],
+            "evals": evals(log.of("eval")),
             "start": last["run_start"],
             "end": last["run_end"],
             "profile": is_file(run.folder / PROFILE),
@@ -55,40 +53,6 @@ def warnings(log: Log) -> list[Document]:
         lines = "1 line" if log.bad == 1 else f"{log.bad} lines"
         found.append({"step": None, "text": f"{lines} of metrics.jsonl cannot be read as an event"})
     return found
-
-
-def evals(log: Log) -> list[Event]:
-    """Evaluations in the order of their steps, the last of each."""
-    by_step = {step: event for event in log.of("eval") if (step := step_of(event)) is not None}
-    return [by_step[step] for step in sorted(by_step)]
-
-
-def samples(log: Log) -> list[Document]:
-    """Answers to the run's prompts, one row per prompt and step. The base answers at step 0, or at the end."""
-    prompts: list[Any] = []
-    base: list[Any] = []
-    by_step: dict[int, list[Any]] = {}
-    for event in log.of("sample"):
-        step = step_of(event)
-        if step is None or not isinstance(event.get("answers"), list):
-            continue
-        answers = shown_answers(event)
-        if isinstance(event.get("prompts"), list):
-            prompts = event["prompts"]
-        if step == 0 or event.get("who") == "base":
-            base = answers
-        else:
-            by_step[step] = answers
-    rows = by_step or ({0: base} if base else {})
-    return [
-        {"step": step, "prompt": _at(prompts, i), "base": _at(base, i), "tuned": answer if step else None}
-        for step in sorted(rows)
-        for i, answer in enumerate(rows[step])
-    ][-MOST_SAMPLES:]
-
-
-def _at(texts: list[Any], place: int) -> str | None:
-    return str(texts[place]) if place < len(texts) else None
 
 
 def checkpoints(folder: Path) -> list[str]:

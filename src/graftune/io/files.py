@@ -52,9 +52,10 @@ def special(path: str | Path) -> str:
     return _KINDS.get(stat.S_IFMT(mode), "")
 
 
-def open_plain(path: str | Path) -> io.BufferedReader:
-    """Open a file to read, following links. GraftuneError for a pipe or a device; OSError as from `open`."""
-    return os.fdopen(_opened(path, os.O_RDONLY), "rb")
+def open_plain(path: str | Path, follow: bool = True) -> io.BufferedReader:
+    """Open a file to read. GraftuneError for a pipe or a device; OSError as from `open`, and for a link that is not to
+    be followed."""
+    return os.fdopen(_opened(path, os.O_RDONLY if follow else os.O_RDONLY | os.O_NOFOLLOW), "rb")
 
 
 def check_plain(path: str | Path) -> None:

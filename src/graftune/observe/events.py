@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import date
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +40,7 @@ from graftune.io.json_file import DEEPEST, is_deep, no_collections
 
 Event = dict[str, Any]
 BEGINNINGS = ("run_start", "resume")
+MOST_LEVELS, CUT = 30, "[cut]"  # lists and objects inside each other that are written, and what replaces the others
 LARGEST, LONGEST = 4 << 30, 64 << 20  # bytes of a log (ten million steps have fewer), and of one line
 _NUMBERS = ("loss", "lr", "grad_norm", "tok_s")  # of steps and evaluations, where whoever reads them computes
 
@@ -61,7 +63,7 @@ class EventLog:
 
     def emit(self, event: str, **fields: Any) -> None:
         """Write one line. NaN and infinity become null; secrets, which a tracker's message or the command line may
-        contain, are removed. Raises TypeError for values that JSON lacks."""
+        contain, are removed."""
         written = plain({"event": event, "time": round(time.time(), 3), **fields}, without_secrets)
         self._append(json.dumps(written, allow_nan=False).encode("ascii") + b"\n")
         if self._listener is not None:
@@ -122,11 +124,8 @@ def latest(events: list[Event], kind: str) -> list[Event]:
     A run killed at step 60 and resumed from the checkpoint of step 50 writes 51 to 60 again; if it is stopped at 55,
     its first 56 to 60 do not count. A new run_start discards everything before it.
     """
-    by_step = {
-        e["step"]: e
-        for e in standing([e for e in events if e["event"] in (kind, *BEGINNINGS)])
-        if e["event"] == kind and type(e.get("step")) is int and 0 <= e["step"] < 1 << 53
-    }  # other values are not steps
+    found = standing([e for e in events if e["event"] in (kind, *BEGINNINGS)])
+    by_step = {step: e for e in found if e["event"] == kind and (step := step_of(e)) is not None}
     return [_with_numbers(by_step[step]) for step in sorted(by_step)]
 
 
@@ -134,6 +133,15 @@ def _with_numbers(event: Event) -> Event:
     """The event with null for every field that should be a number and is not."""
     odd = [name for name in _NUMBERS if name in event and event[name] is not None and number(event[name]) is None]
     return {**event, **dict.fromkeys(odd)} if odd else event
+
+
+def whole(value: object) -> int | None:
+    """A whole number that JavaScript can represent, not negative; otherwise None."""
+    return value if type(value) is int and 0 <= value < 1 << 53 else None
+
+
+def step_of(event: Event) -> int | None:
+    return whole(event.get("step"))
 
 
 def number(value: object) -> float | None:
@@ -157,10 +165,33 @@ def standing(events: list[Event]) -> list[Event]:
     return kept[::-1]
 
 
-def shown_answers(event: Event) -> list[Any]:
-    """The answers of a `sample` event that are shown; the others were generated for the score."""
-    shown, answers = event.get("shown"), event["answers"]
-    return list(answers[:shown] if type(shown) is int and shown >= 0 else answers)
+def sample_rows(events: list[Event]) -> list[dict[str, Any]]:
+    """Answers to the run's prompts, one row per prompt and step. The base answers at step 0, or at the end. Answers
+    that were generated for the score alone are left out."""
+    prompts: list[Any] = []
+    base: list[Any] = []
+    by_step: dict[int, list[Any]] = {}
+    for event in events:
+        step, shown, answers = step_of(event), event.get("shown"), event.get("answers")
+        if event["event"] != "sample" or step is None or not isinstance(answers, list):
+            continue
+        answers = answers[:shown] if type(shown) is int and shown >= 0 else answers
+        if isinstance(event.get("prompts"), list):
+            prompts = event["prompts"]
+        if step == 0 or event.get("who") == "base":
+            base = answers
+        else:
+            by_step[step] = answers
+    rows = by_step or ({0: base} if base else {})
+    return [
+        {"step": step, "prompt": _at(prompts, i), "base": _at(base, i), "tuned": str(answer) if step else None}
+        for step in sorted(rows)
+        for i, answer in enumerate(rows[step])
+    ]
+
+
+def _at(texts: list[Any], place: int) -> str | None:
+    return str(texts[place]) if place < len(texts) else None
 
 
 def worked_seconds(events: list[Event]) -> float | None:
@@ -227,24 +258,28 @@ def _close_off_torn_line(file: FileIO, path: Path) -> None:
         file.truncate(start + end)
 
 
-def plain(value: Any, text: Callable[[str], str] = str) -> Any:
-    """`value` as JSON types, each text through `text`. Scalars of numpy and torch are read with `.item()`."""
+def plain(value: Any, text: Callable[[str], str] = str, depth: int = 0) -> Any:
+    """`value` as JSON types that every browser reads, each text through `text`. Scalars of numpy and torch are read
+    with `.item()`. NaN, infinity and whole numbers of more than 64 bits become null, and deep nesting is cut. Raises
+    TypeError for other values that JSON lacks."""
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, str | Path):
+    if isinstance(value, str | Path | date | bytes | set):  # the last three: values of a YAML file
         return text(str(value))
     if isinstance(value, int):
-        return int(value)
+        return int(value) if value.bit_length() <= 64 else None
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
+    if isinstance(value, dict | list | tuple) and depth >= MOST_LEVELS:
+        return CUT
     if isinstance(value, dict):
-        return {str(key): plain(inner, text) for key, inner in value.items()}
+        return {str(key): plain(inner, text, depth + 1) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(inner, text) for inner in value]
+        return [plain(inner, text, depth + 1) for inner in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return plain({f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, text)
+        return plain({f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, text, depth)
     if hasattr(value, "item"):
-        return plain(value.item(), text)
+        return plain(value.item(), text, depth)
     raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 

@@ -24,7 +24,7 @@ from graftune.observe.events import (
     number,
     plain,
     read_events,
-    shown_answers,
+    sample_rows,
     standing,
     steps,
     worked_seconds,
@@ -117,14 +117,9 @@ def _short(value: float | None) -> float | None:
 
 def _samples(events: list[Event]) -> list[dict[str, str]]:
     """Prompts with the answers of the base and the last answers of the tuned model."""
-    found = [e for e in events if e["event"] == "sample" and isinstance(e.get("answers"), list)]
-    last: dict[str, list[Any]] = {"prompt": [], "base": [], "tuned": []}
-    for event in found:
-        last["base" if event.get("step") == 0 else "tuned"] = shown_answers(event)
-        if isinstance(event.get("prompts"), list):
-            last["prompt"] = event["prompts"]
-    at = range(max(len(last["base"]), len(last["tuned"])))
-    return [{who: _text(each[i]) if i < len(each) else "" for who, each in last.items()} for i in at]
+    rows = sample_rows(events)
+    last = [row for row in rows if row["step"] == rows[-1]["step"]]
+    return [{who: _text(row[who] or "") for who in ("prompt", "base", "tuned")} for row in last]
 
 
 def _last(events: list[Event], kind: str) -> Event | None:
