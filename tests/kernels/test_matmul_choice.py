@@ -136,7 +136,7 @@ def tiled(monkeypatch, tmp_path):
             algo = plan.algorithm.algo
             tile = algo[cublaslt.CONFIG_TILE] or -algo[0]
             writes.get(tile, lambda out: out.fill_(1.0))(operands.out)
-            return times[tile if tile in times else 0] + 0.001 * algo[cublaslt.CONFIG_WAY]
+            return times[tile if tile in times else 0] + 0.001 * algo[cublaslt.CONFIG_CUSTOM]
 
         monkeypatch.setenv("GRAFTUNE_CACHE", str(tmp_path / str(len(list(tmp_path.iterdir())))))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
@@ -151,7 +151,7 @@ def tiled(monkeypatch, tmp_path):
             codes, codes.t(), torch.empty(40, 40).bfloat16(), (scale, scale) if scaled else None
         )
         algo = cublaslt._fastest(cublaslt._shape(operands), operands).algorithm.algo
-        return (algo[0], algo[cublaslt.CONFIG_TILE], algo[cublaslt.CONFIG_WAY]), len(made)
+        return (algo[0], algo[cublaslt.CONFIG_TILE], algo[cublaslt.CONFIG_CUSTOM]), len(made)
 
     return ask
 
@@ -162,7 +162,7 @@ NEAR, WRONG = cublaslt.TILES[1:3]
 def test_codes_have_variants(tiled):
     """The one algorithm that is offered for codes is tried with other tiles, those that the library takes."""
     chosen, made = tiled({0: 0.04, NEAR: 0.03}, {})
-    assert chosen == (7, NEAR, 0) and made == 2 * len(cublaslt.TILES) * len(cublaslt.WAYS)
+    assert chosen == (7, NEAR, 0) and made == 2 * len(cublaslt.TILES) * len(cublaslt.CUSTOM_OPTIONS)
     assert tiled({0: 0.04, NEAR: 0.09}, {})[0] == (7, 0, 0)
     assert tiled({0: 0.04, NEAR: 0.03}, {}, scaled=False) == ((7, 0, 0), 0), "other products have none"
 

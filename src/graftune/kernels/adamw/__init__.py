@@ -1,6 +1,6 @@
-"""AdamW on the flat arena, skipping an update on the device where the gradient is not finite; see reference.py.
+"""AdamW on the flat arena. A non-finite gradient skips the update, on the device. reference.py has the formulas.
 
-`step` applies what `grad_norm.clip` has decided; `update` is the formula on one slice.
+`step` uses the factors and the flag that `grad_norm.clip` computed; `update` is the formula on one slice.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def step(
     ok: torch.Tensor,
     factors: torch.Tensor,
 ) -> None:
-    """Update what the table covers and zero its gradient; where `ok` is false only the gradient is zeroed.
+    """Update the spans of the table and zero their gradient; if `ok` is false, only zero the gradient.
 
-    weights, grads, m, v [n] fp32; compute [n]: the copy products read, in its own dtype, or `weights` itself
-    row [7] fp32: the live hyperparameters, in the order of Hyper
+    weights, grads, m, v [n] fp32; compute [n]: the copy that products read, in its own dtype, or `weights` itself
+    row [7] fp32: the hyperparameters, in the order of Hyper
     count [] int64: the number of this update, from 1
     ok [] bool; factors [segments] fp32: from grad_norm.clip
     """

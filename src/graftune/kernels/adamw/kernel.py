@@ -1,9 +1,9 @@
-"""Clip, AdamW, the copy in the compute dtype and the zeroing of the gradient in one pass over the arena.
+"""Clips, applies AdamW, writes the copy in the compute dtype and zeroes the gradient, in one pass over the arena.
 
-The pass reads weights, gradient and moments and writes all of them and the copy: 34 bytes an element and nothing twice,
-so it should run at the speed of the memory, and does: on an H200 430M elements take 3.6 ms, which is 4.07 TB/s where
-torch's addition of a number reaches 4.22. Hence one program a tile, whose threads load 16 bytes of each buffer at once;
-a fixed number of programs walking over the tiles was 8% slower: only a program's neighbours fill its waiting time.
+The pass reads weights, gradient and moments and writes all of them and the copy: 34 bytes per element, each once. So
+memory bounds its speed: on an H200, 430M elements take 3.6 ms, which is 4.07 TB/s, where torch's addition of a scalar
+reaches 4.22. There is one program for each tile, and a thread loads 16 bytes of each buffer at once. A fixed number of
+programs that loop over the tiles was 8% slower, because other programs hide a program's latency better.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import triton.language as tl
 from graftune.kernels import launch
 from graftune.kernels.blocks import BlockTable
 
-TILE = 1024  # with 8 warps: four elements a thread
+TILE = 1024  # with 8 warps: four elements per thread
 
 
 @triton.jit
 def _bias_correction(beta, steps):
-    """1 - beta^steps in fp32, within a few units of the last place. Both beta and beta^steps may lie next to 1, where
-    the hardware's logarithm and the difference lose their digits: hence two series. Every program computes this, so it
-    has to cost nothing beside a tile's loads; fp64 would."""
+    """1 - beta^steps in fp32, within a few units of the last place. Both beta and beta^steps may be close to 1, where
+    the hardware's logarithm and the difference lose precision: hence two series. Every program computes this, so it
+    must cost little next to a tile's loads; fp64 would not."""
     s = (beta - 1) / (beta + 1)
     s2 = s * s
     near_one = 2 * s * (1 + s2 * (1 / 3 + s2 * (1 / 5 + s2 * (1 / 7 + s2 * (1 / 9)))))  # log(beta) = 2 artanh(s)
@@ -50,7 +50,7 @@ def _advance(
     correction2,
     COPY: tl.constexpr,
 ):
-    """One tile. `inside` is None for a whole one: its loads are 16 bytes wide."""
+    """Update one tile. `inside` is None for a whole tile: its loads are then 16 bytes wide."""
     g = tl.load(grads + at, mask=inside) * factor
     w = tl.load(weights + at, mask=inside)
     mean = tl.load(m + at, mask=inside)

@@ -3,7 +3,7 @@
     m = b1 m + (1-b1) g     v = b2 v + (1-b2) g^2
     w = w - lr * ( (m / (1-b1^t)) / (sqrt(v / (1-b2^t)) + eps) + decay * w )
 
-`ok` is a 0/1 device flag: at 0 nothing changes, not even the count, so a non-finite gradient costs one step and no
+`ok` is a device flag: if it is 0, nothing changes, not even the count, so a non-finite gradient costs one step and no
 state. Moments are updated with where(), not by multiplying with the flag, because 0 * inf is not 0.
 """
 
@@ -18,7 +18,7 @@ from graftune.kernels.blocks import BlockTable
 
 
 class Hyper(NamedTuple):
-    """The live row: 0-dim fp32 tensors on the device, changed between steps without rebuilding anything."""
+    """The hyperparameters as 0-dim fp32 tensors on the device, so that they can change between replays."""
 
     lr: torch.Tensor
     beta1: torch.Tensor
@@ -40,7 +40,7 @@ def update(
     ok: torch.Tensor,
     decay: bool,
 ) -> None:
-    """One in-place update of a slice of the arena: `count` numbers it from 1, `factor` is the clip's."""
+    """Update a slice of the arena in place. `count` is the number of the update, from 1; `factor` the clip factor."""
     g = grads * factor
     torch.where(ok, torch.lerp(g, m, hyper.beta1), m, out=m)
     torch.where(ok, torch.lerp(g.square_(), v, hyper.beta2), v, out=v)
@@ -64,7 +64,7 @@ def step(
     ok: torch.Tensor,
     factors: torch.Tensor,
 ) -> None:
-    """The whole arena, piece by piece: temporaries of all of it would be as large as the arena itself."""
+    """Update the whole arena piece by piece, so that temporaries stay small."""
     hyper = Hyper(*row.unbind())
     for start, stop, segment, decay in table.pieces():
         w, g, copy = weights[start:stop], grads[start:stop], compute[start:stop]

@@ -1,14 +1,14 @@
-"""Packed attention by cuDNN, through the pip package nvidia-cudnn-frontend: the fastest there is on Hopper.
+"""Packed attention by cuDNN, through the package nvidia-cudnn-frontend: the fastest attention on Hopper.
 
-A plan is built once for a fixed number of document slots, a bound on their length and the strides of the buffers; where
-each document lies, and how long it is, are device tensors that the plan reads when it runs. So a plan captures into a
-CUDA graph and its replays follow the lengths. torch's own way to cuDNN's packed attention builds a plan at every call
-(75 ms) and cannot be captured.
+A plan is built once for a number of document slots, a bound on the documents' length and the strides of the buffers.
+The position and the length of each document are device tensors that the plan reads when it runs, so a CUDA graph can
+capture it, and its replays use the current lengths. torch's interface to cuDNN's packed attention builds a plan at
+every call (75 ms) and cannot be captured.
 
-q, k and v are read where they lie in the packed buffer. The gradients get buffers of their own (`grad_buffers`): cuDNN
-adds dq up in its workspace in fp32, in dq's layout but from q's offsets on, so that tokens of dq must lie as far apart
-as q's, or all documents but the first get wrong sums and other parts of the workspace are overwritten; dk and dv it
-first writes there for every query head, in a layout derived from theirs, so they are plain.
+q, k and v are read in place from the qkv buffer. The gradients need separate buffers (`grad_buffers`). cuDNN sums dq in
+its workspace in fp32, in dq's layout but at q's offsets, so dq must have q's row stride; otherwise all documents but
+the first get wrong sums, and other parts of the workspace are overwritten. It first writes dk and dv for every query
+head to the workspace, in a layout derived from theirs, so they must be contiguous.
 
 Legend: T tokens, S document slots, L bound on their length, N heads, K key heads, H head width.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 PACKAGE = "nvidia-cudnn-frontend"
 OLDEST = 90600  # the first cuDNN with grouped heads in packed layouts, and with offsets of 64 bits
 
-# What a plan's tensors are called when it runs.
+# Names of a plan's tensors; cuDNN knows them by number.
 NAMES = (
     "q", "k", "v", "out", "stats", "grad_out", "dq", "dk", "dv", "q_at", "k_at", "v_at", "out_at", "stats_at",
     "dq_at", "dk_at", "dv_at", "grad_out_at", "q_lengths", "k_lengths",
@@ -45,7 +45,7 @@ Strides = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """All that a plan is built for. Strides are those of the tokens; heads lie H apart."""
+    """Everything that a plan is built for. Strides are those of tokens; the heads of a token are adjacent."""
 
     dtype: torch.dtype
     heads: int
@@ -61,6 +61,8 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class AttentionPlan:
+    """A graph that cuDNN has compiled for one shape."""
+
     graph: Any
     workspace: int  # bytes
 
@@ -70,7 +72,7 @@ _plans: dict[tuple[torch.device, AttentionShape], AttentionPlan] = rehearsal.kep
 
 
 def lacks(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
-    """Why cuDNN does not serve such heads here; None if it does."""
+    """Why cuDNN cannot compute such heads on this device; None if it can."""
     if dtype not in (torch.bfloat16, torch.float16):
         return "cuDNN's packed attention takes bf16 and fp16"
     if width % 16 or width > 128:
@@ -91,7 +93,7 @@ def lacks(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, docs: Documents, scale: float, out: torch.Tensor
 ) -> torch.Tensor:
-    """Writes out [T, N, H]; returns the log-sum-exp of the scores [T, N]."""
+    """Write out [T, N, H]; returns the log-sum-exp of the scores [T, N]."""
     tokens, heads, _ = q.shape
     stats = q.new_empty((tokens, heads), dtype=torch.float32)
     strides = _strides(q, k, v, out)
@@ -125,14 +127,14 @@ def backward(
 
 
 def grad_buffers(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Buffers for dq, whose tokens lie as far apart as q's, and plain ones for dk and dv."""
+    """A buffer for dq with q's row stride, and contiguous ones for dk and dv."""
     tokens, heads, width = q.shape
     dq = q.new_empty(tokens, q.stride(0))[:, : heads * width].unflatten(1, (heads, width))
     return dq, k.new_empty(k.shape), k.new_empty(k.shape)
 
 
 def describe(cudnn: Any, shape: AttentionShape, handle: Any, capability: tuple[int, int]) -> Any:
-    """The forward or the backward as cuDNN's graph, its tensors numbered by UID; not built yet."""
+    """Describe the forward or the backward as a cuDNN graph, its tensors numbered by UID; it is not compiled yet."""
     data = cudnn.data_type
     io = {torch.bfloat16: data.BFLOAT16, torch.float16: data.HALF}[shape.dtype]
     graph = cudnn.pygraph(
@@ -150,7 +152,7 @@ def describe(cudnn: Any, shape: AttentionShape, handle: Any, capability: tuple[i
         return made
 
     def laid(tensor: Any, name: str, heads: int, width: int, stride: int, at: Any) -> Any:
-        """[S, heads, L, width] over tokens `stride` apart, each document from its own offset on."""
+        """Set the layout [S, heads, L, width] with this row stride, each document at its own offset."""
         tensor.set_dim([shape.slots, heads, length, width])
         tensor.set_stride([length * stride, width, stride, 1])
         tensor.set_ragged_offset(at)
@@ -182,7 +184,7 @@ def describe(cudnn: Any, shape: AttentionShape, handle: Any, capability: tuple[i
     place = index("grad_out_at", shape.slots + 1, data.INT64)
     grad_out = given("grad_out", n, h, shape.grad_strides[3], place)
     stats = given("stats", n, 1, n, at["stats"], data.FLOAT)
-    tokens = max(_up(shape.tokens, 128), length)  # bounds the workspace, which would else be one of S * L tokens
+    tokens = max(_up(shape.tokens, 128), length)  # bounds the workspace, which would otherwise hold S * L tokens
     found = graph.sdpa_backward(
         q=q, k=keys, v=values, o=out, dO=grad_out, stats=stats, name="attention_backward",
         max_total_seq_len_q=tokens, max_total_seq_len_kv=tokens, **options,
@@ -196,7 +198,7 @@ def describe(cudnn: Any, shape: AttentionShape, handle: Any, capability: tuple[i
 def _strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Strides:
     strides = (q.stride(0), k.stride(0), v.stride(0), out.stride(0))
     aligned = all(x.data_ptr() % 16 == 0 for x in (q, k, v, out)) and not any(stride % 8 for stride in strides)
-    assert aligned, f"cuDNN reads 16 bytes at once: tokens {strides} apart do not all begin at such a border"
+    assert aligned, f"cuDNN reads 16 bytes at once: with row strides {strides} not all tokens are aligned to that"
     return strides
 
 
@@ -209,7 +211,7 @@ def _shape(
     grad_strides: Strides | None = None,
 ) -> AttentionShape:
     tokens, heads, width = q.shape
-    # A bound in whole tiles: one token a document, for which cuDNN has a path of its own, is then no special case.
+    # Round the bound up to whole tiles: this avoids cuDNN's special case for documents of one token.
     longest = _up(docs.longest, 128)
     slots = len(docs.cu_seqlens) - 1
     return AttentionShape(q.dtype, heads, k.shape[1], width, slots, longest, tokens, scale, strides, grad_strides)
@@ -231,7 +233,7 @@ def _build(device: torch.device, shape: AttentionShape) -> AttentionPlan:
             graph = describe(cudnn, shape, _handle(cudnn, device), torch.cuda.get_device_capability(device))
             graph.validate()
             graph.build_operation_graph()
-            # cuDNN's own engines only: newer packages would rank some that are compiled by Python beside them.
+            # Use cuDNN's own engines only: newer packages also offer engines that Python compiles.
             graph.deselect_engines(["sdpa_fwd", "sdpa_bwd"])
             graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
             graph.check_support()
@@ -249,9 +251,9 @@ def _build(device: torch.device, shape: AttentionShape) -> AttentionPlan:
 
 def _run(plan: AttentionPlan, device: torch.device, tensors: dict[str, torch.Tensor], docs: Documents) -> None:
     lengths = _lengths(docs)
-    # For one call: 386 MiB at 8B and 8192 tokens, which serve the products between two calls. The allocator, or the
-    # graph's pool, gives it to whatever comes next on this stream, which is after the call. Its contents are undefined;
-    # the tests fill it with NaN.
+    # Allocated for one call: 386 MiB at 8B and 8192 tokens, which other operations use between two calls. The allocator
+    # or the graph's pool may hand it out again at once, because later work on this stream runs after the call. Its
+    # contents are undefined; the tests fill it with NaN.
     workspace = rehearsal.workspace(max(plan.workspace, 1), device)
     if device.type == "meta":
         return
@@ -264,7 +266,7 @@ def _run(plan: AttentionPlan, device: torch.device, tensors: dict[str, torch.Ten
 
 
 def _offsets(docs: Documents, strides: tuple[int, ...]) -> list[torch.Tensor]:
-    """Where each document begins, in elements, for tokens `stride` apart: [S + 1] of 64 bits for every stride."""
+    """The offset of each document in elements, [S + 1] int64 for every row stride."""
     known = _prepared(docs)
     for stride in strides:
         if ("at", stride) not in known:
@@ -280,8 +282,8 @@ def _lengths(docs: Documents) -> torch.Tensor:
 
 
 def _prepared(docs: Documents) -> dict[tuple[str, int], torch.Tensor]:
-    """What was computed from these cu_seqlens, shared by all layers of a pass. Forgotten when they were written to,
-    and at the border of a capture: a captured graph has to compute its own, or its replays would not follow."""
+    """Tensors computed from these cu_seqlens, shared by all layers of a pass. Dropped when cu_seqlens were written to,
+    and where a capture begins or ends: a captured graph must compute its own, or its replays would use old lengths."""
     version = 0 if docs.cu_seqlens.is_inference() else docs.cu_seqlens._version
     now = (version, is_capturing(docs.cu_seqlens.device))
     if docs.prepared.get("now") != now:

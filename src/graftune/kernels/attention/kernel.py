@@ -1,19 +1,22 @@
 """Packed causal attention in Triton: any head width up to 256, fp32 too, sliding windows, soft caps, grouped heads.
 
-The flash scheme: scores live in tiles on the chip and are never written; the forward keeps one log-sum-exp a token and
-head, and the backward recomputes the probabilities from it. One program works on one tile of one document, so that no
-score across documents is ever computed. The grid covers every slot up to the longest document there may be, and
-programs beyond a document's end leave at once: its shape does not depend on the lengths, which is what a CUDA graph
-needs. The backward has two kinds of programs, for dk and dv (a key tile walks over the queries of all heads that share
-it) and for dq: a third more products than one kind with atomic adds, but the sums come in a fixed order. Both run in
-one launch, the longest of either kind first, since a few hundred tokens are too few programs to fill the chip. Where
-that is so each query head gets dk and dv of its own (`grad_buffers`), and who reads them adds up those that share a
-key head.
+This is flash attention: scores stay in tiles on the chip and are never written to memory. The forward saves one
+log-sum-exp for each token and head, from which the backward recomputes the probabilities. One program works on one tile
+of one document, so scores across documents are never computed. The grid covers every slot up to the bound on the
+document length, and programs past a document's end return at once. So the grid does not depend on the lengths, as a
+CUDA graph requires.
 
-Legend: T tokens, N heads, K key heads, H head width, BH H up to a power of two, BM queries a tile, BN keys a tile.
+The backward has two kinds of programs: for dk and dv (a tile of keys loops over the queries of all heads that share it)
+and for dq. They compute a third more products than one kind with atomic adds, but their sums have a fixed order. Both
+kinds run in one launch, the longest programs first, since a few hundred tokens give too few programs to fill the GPU.
+In that case each query head also gets its own dk and dv (`grad_buffers`), and the caller sums those that share a key
+head.
+
+Legend: T tokens, N heads, K key heads, H head width, BH H rounded up to a power of two, BM queries per tile, BN keys
+per tile.
 """
 # mypy: disallow-untyped-defs=False
-# The parameters of a kernel are pointers and numbers of the device; there is no Python type for them.
+# The parameters of a kernel are pointers and numbers on the device, which have no Python type.
 
 from __future__ import annotations
 
@@ -29,12 +32,13 @@ if TYPE_CHECKING:
     from graftune.kernels.attention import Documents
 
 WIDEST = 256
-LOG2E = (
-    1.4426950408889634  # exp2 is the cheaper exponential: scores, and with them the stats, are kept in powers of two
-)
+# Scores, and with them the stats, are logarithms to base 2, because exp2 is cheaper than exp.
+LOG2E = 1.4426950408889634
 
 
 class Tile(NamedTuple):
+    """The tile sizes and launch options of a kernel."""
+
     queries: int
     keys: int
     warps: int
@@ -42,7 +46,7 @@ class Tile(NamedTuple):
 
 
 def forward_tile(width: int, dtype: torch.dtype) -> Tile:
-    if dtype == torch.float32:  # exact products run outside the tensor cores; larger tiles would not fit the registers
+    if dtype == torch.float32:  # exact products do not use tensor cores; larger tiles would not fit the registers
         return Tile(32, 32, 4, 1) if width <= 64 else Tile(16, 16, 4, 1)
     return Tile(64, 64, 4, 3) if width <= 128 else Tile(64, 32, 8, 2)
 
@@ -56,7 +60,7 @@ def backward_tile(width: int, dtype: torch.dtype) -> Tile:
 
 
 def programs_wanted(device: torch.device) -> int:
-    """Two for every multiprocessor."""
+    """Two programs for each multiprocessor."""
     return 2 * launch.processors(device) if launch.on_gpu(device) else 0
 
 
@@ -70,7 +74,7 @@ def forward(
     out: torch.Tensor,
     cap: float = 0.0,
 ) -> torch.Tensor:
-    """Writes out [T, N, H]; returns the log-sum-exp of the scores in powers of two [N, T]."""
+    """Write out [T, N, H]; returns the log-sum-exp of the scores to base 2, [N, T]."""
     tokens, heads, width = q.shape
     stats = q.new_empty((heads, tokens), dtype=torch.float32)
     tile = forward_tile(width, q.dtype)
@@ -83,7 +87,7 @@ def forward(
 
 
 def grad_buffers(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """dk and dv of every query head, in fp32, where a program a key head would leave the chip idle."""
+    """dk and dv for every query head in fp32, if one program for each key head would not fill the GPU."""
     (tokens, heads, width), key_heads = q.shape, k.shape[1]
     tiles = triton.cdiv(tokens, backward_tile(width, q.dtype).keys)
     if heads == key_heads or tiles * key_heads >= programs_wanted(q.device):
@@ -107,7 +111,7 @@ def backward(
     *,
     by_token: bool = False,
 ) -> None:
-    """`by_token`: stats are another forward's, [T, N] and in natural logarithms."""
+    """`by_token`: stats are those of cuDNN's forward, [T, N] and natural logarithms."""
     tokens, heads, width = q.shape
     dq, dk, dv = grads
     padded = launch.power_of_two(width, 16)
@@ -134,7 +138,7 @@ def _slots(docs: Documents) -> int:
 
 @triton.jit
 def _place(first, rows, length, start, stride, head, H: tl.constexpr, BH: tl.constexpr):
-    """Offsets of rows [first + rows] of a document, one head's columns, and which of them exist."""
+    """Offsets of rows [first + rows] of a document in one head's columns, and a mask of those that exist."""
     columns = tl.arange(0, BH)
     place = (start + first + rows).to(tl.int64) * stride + head * H
     return place[:, None] + columns[None, :], (first + rows < length)[:, None] & (columns < H)[None, :]
@@ -154,7 +158,7 @@ def _store(base, value, first, rows, length, start, stride, head, H: tl.constexp
 
 @triton.jit
 def _seen(queries, keys, length, WINDOW: tl.constexpr):
-    """Whether a query sees a key: causal, inside the document, inside the window; both broadcast."""
+    """Whether a query attends to a key: causal, in the document, in the window. The arguments broadcast."""
     seen = (keys <= queries) & (queries < length)
     if WINDOW > 0:
         seen = seen & (queries - keys < WINDOW)
@@ -163,7 +167,7 @@ def _seen(queries, keys, length, WINDOW: tl.constexpr):
 
 @triton.jit
 def _scores(product, scale, CAP: tl.constexpr):
-    """scale * product in powers of two, soft-capped at CAP (also in powers of two; 0: no cap)."""
+    """scale * product to base 2, soft-capped at CAP (also to base 2; 0: no cap)."""
     scores = product * scale
     if CAP > 0:
         scores = CAP - 2 * CAP / (1.0 + tl.exp2(scores * (2 * 1.4426950408889634 / CAP)))
@@ -172,7 +176,7 @@ def _scores(product, scale, CAP: tl.constexpr):
 
 @triton.jit
 def _through_cap(grad, scores, CAP: tl.constexpr):
-    """The gradient of what was capped, given that of the scores: tanh' = 1 - tanh^2."""
+    """The gradient before the soft cap, from the gradient of the scores: tanh' = 1 - tanh^2."""
     if CAP > 0:
         capped = scores * (1.0 / CAP)
         grad = grad * (1.0 - capped * capped)
@@ -206,7 +210,7 @@ def _forward(
         seen = _seen((first + rows)[:, None], (other + columns)[None, :], length, WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # a row may see nothing of this tile, or of any
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # a row may attend to no key so far
         p = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(highest - base)
         total = total * shrink + tl.sum(p, 1)
@@ -225,7 +229,7 @@ def _delta(
     grad_out, out, delta, theirs, stats, tokens, grad_stride, out_stride, N: tl.constexpr, H: tl.constexpr,
     BH: tl.constexpr, ROWS: tl.constexpr, BY_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """rowsum(dO * O), fp32 [N, T]; with BY_TOKEN also our stats of `theirs` [T, N]."""
+    """rowsum(dO * O), fp32 [N, T]; with BY_TOKEN, also convert cuDNN's stats `theirs` [T, N] to ours."""
     head = tl.program_id(1)
     first, rows = tl.program_id(0) * ROWS, tl.arange(0, ROWS)
     grad = _load(grad_out, first, rows, tokens, 0, grad_stride, head, H, BH).to(tl.float32)
@@ -244,8 +248,9 @@ def _grads(
     GROUP: tl.constexpr, MEMBERS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Programs in turn for a tile of keys, from the first on, and one of queries, from the last: the long ones begin.
-    GROUP query heads share a key head; MEMBERS of them, all or one, are added up into one dk and dv."""
+    """Even programs take a tile of keys, starting with the first; odd ones a tile of queries, starting with the last.
+    So long programs start first. GROUP query heads share a key head; MEMBERS of them (all or one) are summed into one
+    dk and dv."""
     place, slot = tl.program_id(0), tl.program_id(2)
     number = tl.program_id(1) // 2
     start = tl.load(cu_seqlens + slot)
@@ -274,7 +279,7 @@ def _key_grads(
     GROUP: tl.constexpr, MEMBERS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of keys [first, first + BN), the sums over the query heads from place * MEMBERS on."""
+    """dk and dv of keys [first, first + BN), summed over MEMBERS query heads from place * MEMBERS on."""
     key_head = place * MEMBERS // GROUP
     rows, columns = tl.arange(0, BM), tl.arange(0, BN)
     keys = _load(k, first, columns, length, start, k_stride, key_head, H, BH)

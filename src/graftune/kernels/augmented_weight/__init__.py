@@ -1,13 +1,13 @@
-"""Writes adapters beside and below the frozen weight that they adapt (model/projection.py says what for):
+"""Writes adapters next to and below the frozen weight that they adapt (model/projection.py explains why):
 
         in   n
     [   W  | sB  ]  out         n adapter columns, for s B
     [   A  |     ]  n           n adapter rows, for A
 
-A resident weight keeps them there from update to update. A weight that is dequantised into the scratch, which all
-layers share, needs them written after every dequantisation: one small launch, which also writes the zeros between the
-members' blocks, since another layer's adapters were there before. The forward product reads only s B and the backward
-product only A, so each writes only the side that it reads.
+A resident weight keeps them there from update to update. A weight that is dequantised into a scratch buffer, which all
+layers share, needs them written after every dequantisation. That is one small launch, which also writes zeros between
+the members' blocks, since another layer's adapters were there before. The forward product reads only s B and the
+backward product only A, so each pass writes only the part that it reads.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["Adapters", "below", "beside"]
 
 @launch.operation(spans.PRODUCT)
 def beside(target: torch.Tensor, adapters: Adapters) -> None:
-    """Writes all of target [out, adapter_columns]: s B of each member in its rows and ranks, zero elsewhere."""
+    """Fill target [out, adapter_columns]: s B of each member in its rows and columns, zero elsewhere."""
     assert target.dtype == adapters.up.dtype and target.shape[1] >= adapters.width and target.stride(1) == 1
     launch.implementation(reference, target).beside(target, adapters)
 
 
 @launch.operation(spans.PRODUCT)
 def below(target: torch.Tensor, adapters: Adapters) -> None:
-    """Writes all of target [adapter_columns, in]: the stacked A's, and zero below them."""
+    """Fill target [adapter_columns, in]: the stacked A's, zero below them."""
     assert target.dtype == adapters.down.dtype and len(target) >= len(adapters.down) and target.stride(1) == 1
     launch.implementation(reference, target).below(target, adapters)

@@ -1,4 +1,4 @@
-"""Each program writes one tile of the adapter columns or rows. These are few (some dozens), so this costs a launch."""
+"""Each program writes one tile of the adapter columns or rows. They are a few dozen, so the launch is the only cost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graftune.kernels import launch
 from graftune.kernels.augmented_weight.reference import Adapters
 from graftune.kernels.lora_linear.kernel import of_member, places
 
-TILE, WIDEST = 4096, 128  # values of a tile, and its columns at most beside the weight
+TILE, WIDEST = 4096, 128  # values per tile, and the most columns of a tile next to the weight
 
 
 @launch.kernel
@@ -18,7 +18,7 @@ def _beside(
     up_ptr, out_ptr, rows, adapter_columns, stride, scale, starts, stops, offsets,
     R: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Each member's rows of the weight, and where its rows of the stacked B's begin."""
+    """`starts` to `stops`: each member's rows of the weight; `offsets`: the first of its rows in the stacked B's."""
     row = (tl.program_id(0) * BR + tl.arange(0, BR))[:, None]
     column = (tl.program_id(1) * BC + tl.arange(0, BC))[None, :]
     member = column // R

@@ -1,4 +1,4 @@
-"""beside[c, i R + r] = s B_i[c, r] in the rows c of member i, below[i R + r] = A_i[r]; all else is zero."""
+"""beside[c, i R + r] = s B_i[c, r] in the rows c of member i, below[i R + r] = A_i[r]; zero elsewhere."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from graftune.kernels.lora_linear import members
 
 
 class Adapters(NamedTuple):
-    """A group's adapters in the compute dtype: views of what the update writes."""
+    """A group's adapters in the compute dtype: views of the arena's copy that the update writes."""
 
     down: torch.Tensor  # [R * members, in]: the A's, stacked
     up: torch.Tensor  # [sum of the members' outs, R]: the B's, stacked
-    columns: tuple[tuple[int, int], ...]  # of the product, rows of the weight, for each member
+    columns: tuple[tuple[int, int], ...]  # each member's columns of the product, which are rows of the weight
     scale: float
 
     @property
     def width(self) -> int:
-        """How many columns beside the weight, and rows below it, they fill."""
+        """The number of columns next to the weight, and of rows below it, that they fill."""
         return len(self.columns) * self.up.shape[1]
 
 

@@ -1,4 +1,4 @@
-"""One pass over x: each element hashes its own index, so nothing is stored and no order matters."""
+"""One pass over x: each element hashes its own index, so no state is needed and the order does not matter."""
 
 from __future__ import annotations
 

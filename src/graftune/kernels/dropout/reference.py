@@ -1,11 +1,11 @@
-"""kept(i) = hash(i; seed, mask_id) >= p 2^32, for element i of the flattened x: no generator's state is needed.
+"""kept(i) = hash(i; seed, mask_id) >= p 2^32 for element i of the flattened x; there is no generator state.
 
     hash(i) = mix(mix(i ^ k1) ^ k2)        k1, k2 = mix(mix(mix(mask_id ^ c) ^ seed's low half) ^ its high half)
 
-All in 32-bit words that wrap. `mix` permutes them and lets every bit of its input turn each bit of its output with a
-chance of a half (its constants are lowbias32's, by Chris Wellons, in the public domain); since every layer of the hash
-is a permutation, no two masks of a step share a key. A generator seeded for each mask would need as much work and
-give other numbers on every device. The CPU path uses numpy, because torch has no arithmetic on unsigned words.
+The arithmetic is on 32-bit words that wrap. `mix` is a permutation in which every input bit flips each output bit with
+a probability of about one half (its constants are lowbias32's, by Chris Wellons, in the public domain). Since every
+layer of the hash is a permutation, no two masks of a step share a key. Seeding a generator for each mask would take as
+much work and give other numbers on every device. The CPU path uses numpy, because torch has no unsigned arithmetic.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-CHUNK = 1 << 15  # elements hashed at a time: their words stay in a core's own cache
+CHUNK = 1 << 15  # elements hashed at a time: their words stay in a core's cache
 
 
 def apply(x: torch.Tensor, p: float, seed: torch.Tensor, mask_id: int) -> torch.Tensor:
@@ -22,7 +22,7 @@ def apply(x: torch.Tensor, p: float, seed: torch.Tensor, mask_id: int) -> torch.
     k1, k2 = keys(int(seed), mask_id)
     index, limit = np.arange(CHUNK, dtype=np.uint32), np.uint32(keep_from(p))
     for start in range(0, len(flat), CHUNK):
-        words = index[: len(flat) - start] ^ (np.uint32(start) ^ k1)  # start + index: the two share no bit
+        words = index[: len(flat) - start] ^ (np.uint32(start) ^ k1)  # equals start + index, since the two share no bit
         mix_(words)
         words ^= k2
         dropped = mix_(words) < limit

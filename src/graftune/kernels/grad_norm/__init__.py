@@ -1,7 +1,6 @@
-"""Gradient norm, clip factors and the fate of the step over the flat arena; see reference.py.
+"""Gradient norm and clip factors over the flat arena; decides whether an update is skipped. See reference.py.
 
-`clip` is what a step calls: it decides everything about an update that `adamw.step` then applies. `norms` and
-`clip_factors` are its two formulas by themselves.
+A step calls `clip`, which computes everything that `adamw.step` needs. `norms` and `clip_factors` are its formulas.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ def clip(
     scaler_state: torch.Tensor | None = None,
     partials: torch.Tensor | None = None,
 ) -> None:
-    """Read the summed gradient once, and leave on the device all that the update needs.
+    """Read the summed gradient once and write everything that the update needs, on the device.
 
-    grads [n] fp32: summed over tokens, and times the loss scale where there is one
-    row [7] fp32: the live hyperparameters, in the order of adamw.Hyper; divisor and clip are read
+    grads [n] fp32: summed over tokens, times the loss scale if there is one
+    row [7] fp32: the hyperparameters, in the order of adamw.Hyper; divisor and clip are read
     loss_sum [] fp32: never scaled; read, then zeroed for the next step
     count [] int64: += 1 if the update is to be made
     report [3] fp32: written: mean loss, norm of the mean gradient before clipping, 1 if skipped
-    factors [segments] fp32: written: what a summed gradient is to be multiplied with
+    factors [segments] fp32: written: the factors for the summed gradient
     ok [] bool: written: whether norm and loss are finite
-    scaler_state [2] fp32: loss scale and good updates since it changed; the scale is read, then renewed
-    partials [blocks] fp32: scratch of the kernels, made when not given
+    scaler_state [2] fp32: loss scale and good updates since it changed; the scale is read, then updated
+    partials [blocks] fp32: scratch of the kernels, allocated if not given
     """
     assert grads.dtype == torch.float32 and grads.dim() == 1 and grads.is_contiguous()
     assert all(span.stop <= len(grads) for span in table.spans)

@@ -1,8 +1,8 @@
-"""The clip in two launches: a sum of squares a block, then one program that adds them up and decides the step.
+"""The clip in two launches: a sum of squares for each block, then one program that adds them and computes the factors.
 
-Every sum has a fixed order, so the same gradient gives the same bits: atomics would save the second launch and lose
-that. The second program is small (at most some 65k sums) and does all the scalar work of the step besides, which as
-torch operations would be a dozen launches.
+Every sum has a fixed order, so the same gradient gives the same bits; atomics would save the second launch but not give
+that. The second program is small (at most about 65k sums) and does all scalar work of the update, which as torch
+operations would take a dozen launches.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from graftune.kernels.blocks import BlockTable
 from graftune.kernels.grad_norm.reference import INTERVAL, LEAST_SCALE, MOST_SCALE
 
 TILE = 4096
-SUMS = 8192  # partial sums the deciding program takes at a time
+SUMS = 8192  # partial sums that the second program loads at a time
 
 
 @launch.kernel
@@ -75,7 +75,7 @@ def _decide(
     tl.store(factors + segment, factor / divisor / scale, mask=real)
 
     loss = tl.load(loss_sum) / divisor
-    good = (tl.abs(norm) < float("inf")) & (tl.abs(loss) < float("inf"))  # nan is less than nothing
+    good = (tl.abs(norm) < float("inf")) & (tl.abs(loss) < float("inf"))  # a comparison with nan is false
     tl.store(ok, good.to(tl.int8))
     tl.store(count, tl.load(count) + good.to(tl.int64))
     tl.store(report, loss)

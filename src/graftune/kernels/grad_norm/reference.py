@@ -1,15 +1,15 @@
-"""The clip, as one factor a segment: [norm of the mean gradient, factor to apply to the summed gradient].
+"""The clip: for each segment, the norm of the mean gradient and the factor for the summed gradient.
 
     norm = ||g|| / (scale divisor)      factor = min(1, clip / (norm + 1e-6)) / (scale divisor)
 
-The divisor (response tokens of the step), the clip and fp16's loss scale are folded into one factor, so the gradient is
-read once more by the update and never rewritten. Nothing is fetched: all figures stay where the gradient is.
+One factor contains the divisor (response tokens of the step), the clip and fp16's loss scale, so the update reads the
+gradient once more and it is never rewritten. All numbers stay on the device.
 
-Squares are added up in fp32. A segment's ||g|| (not yet divided, still scaled) must stay below 1.8e19, the root of the
-largest fp32: a norm of 1e9 a token over 4,096 tokens under the largest loss scale is 2.7e17. Beyond it the norm is
-infinite and the update is skipped like any other that is not finite.
+Squares are summed in fp32. A segment's ||g|| (not yet divided, still scaled) must stay below 1.8e19, the root of the
+largest fp32 number: a norm of 1e9 per token over 4,096 tokens with the largest loss scale is 2.7e17. Above it the norm
+is infinite and the update is skipped, like any other that is not finite.
 
-The loss scale follows every update: halved when it is skipped, doubled after INTERVAL good ones in a row.
+A skipped update halves the loss scale; INTERVAL good ones in a row double it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def norms(grads: torch.Tensor, segments: Sequence[Sequence[slice]]) -> torch.Ten
 
 
 def clip_factors(norms: torch.Tensor, divisor: torch.Tensor, clip: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(total norm of the mean gradient, factor a segment). clip 0 means no clipping."""
+    """(total norm of the mean gradient, factor for each segment). clip 0 means no clipping."""
     mean_norms = norms / divisor
     factors = torch.where(clip > 0, (clip / (mean_norms + 1e-6)).clamp(max=1.0), torch.ones_like(mean_norms))
     return mean_norms.square().sum().sqrt(), factors / divisor
 
 
 def rescale(state: torch.Tensor, ok: torch.Tensor) -> None:
-    """What an update does to the loss scale. `state` is [scale, good updates since it last changed]."""
+    """Adjust the loss scale after an update. `state` is [scale, good updates since it last changed]."""
     scale, clean = state.unbind()
     clean = torch.where(ok, clean + 1, 0.0)
     grown = clean >= INTERVAL

@@ -1,8 +1,9 @@
-"""Matrix products a @ b. Inside `tuned()`, on CUDA in 16 or 8 bits, by the algorithm that was fastest when timed.
+"""Matrix products a @ b. Inside `tuned()`, on CUDA in 16 or 8 bits, they use the algorithm that was timed fastest.
 
-cuBLAS picks an algorithm by a rule of thumb; the step's few products run thousands of times at fixed shapes, so it pays
-to time what the library offers, once, at the first call of each shape. Elsewhere (CPU, fp32, evaluation and generation
-with their many shapes, deterministic mode, where no choice may hang on a clock) it is torch's own product.
+cuBLAS picks an algorithm by heuristics. A step's few products run thousands of times at fixed shapes, so it pays to
+time what the library offers, once, at the first call of each shape. Elsewhere torch computes the product: on a CPU, in
+fp32, in evaluation and generation with their many shapes, and in deterministic mode, where nothing may depend on
+timing.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _tuning = False
 
 @contextmanager
 def tuned(on: bool = True) -> Iterator[None]:
+    """Inside, products of new shapes are timed and the fastest algorithm is used."""
     global _tuning
     before, _tuning = _tuning, on
     try:
@@ -34,7 +36,7 @@ def tuned(on: bool = True) -> Iterator[None]:
 
 @launch.operation(spans.PRODUCT)
 def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """a [M, K], b [K, N] -> [M, N], fresh or `out`; rows (or, of a and b transposed, columns) may lie apart."""
+    """a [M, K], b [K, N] -> [M, N], in `out` or a new tensor. Any row stride; a and b may be transposed."""
     if _tuning and launch.on_gpu(a) and a.dtype in (torch.bfloat16, torch.float16):
         from graftune.kernels.matmul import cublaslt
 
@@ -46,8 +48,8 @@ def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> tor
 def scaled_mm(
     a: torch.Tensor, b: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Codes a [M, K], b [K, N] in e4m3, K contiguous in both, -> (a @ b) * scales[0] [M] * scales[1] [N], on CUDA. By
-    the units' own sums (14 bits and more of each step): what they lose is far below what 3 bits of a code lose."""
+    """Codes a [M, K], b [K, N] in e4m3, K contiguous in both, -> (a @ b) * scales[0] [M] * scales[1] [N], on CUDA. Uses
+    the tensor cores' fast accumulation (at least 14 bits): its error is far below that of a code's 3 bits."""
     if _tunes_codes(a.device):
         from graftune.kernels.matmul import cublaslt
 

@@ -1,15 +1,15 @@
-"""cuBLASLt by its C interface, for the one thing torch does not offer: choosing the algorithm.
+"""Chooses the fastest algorithm of a matrix product through cuBLASLt's C interface, since torch offers no choice.
 
-The library (the one torch has loaded) is asked for the algorithms it would consider for a product, with a workspace
-and without; each is timed on the tensors at hand, with the cache emptied in between, since in a step every weight comes
-from memory. Of all but the shortest the best few are timed again, each for long enough that the clocks settle to the
-power it draws: a step runs a card at its power limit (an H200 at 1350 of its 1980 MHz), and there the order is another.
-torch.mm's own choice is the first of the list as a rule, so the result is never slower but for noise. The choice is
-remembered for this GPU and this version of the library: a second run starts without timing anything, and computes as
-the first did.
+The library (the copy that torch has loaded) lists the algorithms that it would consider for a product, with a workspace
+and without. Each is timed on the actual tensors, with the cache emptied in between, because in a step every weight
+comes from memory. Except for the shortest products, the best few are timed again, each for long enough that the clocks
+settle at its power draw: a step runs a GPU at its power limit (an H200 at 1350 of its 1980 MHz), where the order can
+differ. torch.mm's choice is usually the first of the list, so the result is not slower, apart from noise. The choice is
+cached on disk for this GPU and this version of the library: a second run starts without timing anything, and computes
+with the same algorithms.
 
-Products of 8-bit floats have a scale for each row of a and column of b, which the library applies to the result. It
-offers one algorithm for them and has more: the same with other tiles, which are tried where it accepts them.
+Products of 8-bit floats have a scale for each row of a and each column of b, which the library applies to the result.
+It offers one algorithm for them but accepts more: the same one with other tiles, which are timed too.
 """
 
 from __future__ import annotations
@@ -33,23 +33,26 @@ from graftune.private import find
 
 CANDIDATES, ROUNDS = 16, 7
 WORKSPACE = 32 << 20
-MANY, FEW_ROUNDS = 32, 3  # so many candidates are timed less often
-LONG, NEAR, FINALISTS = 0.05, 1.12, 4  # milliseconds from which power matters; who is timed again, and how many
-WARMING, TURN = 60.0, 60.0  # milliseconds of load before that, and of one finalist's turn
-TILES, WAYS = (20, 23, 24, 151, 215, 411, 497), range(8)  # of products of codes, by the library's numbers
-AGREE, LOOKED = 0.01, 32  # what such a one's result may differ by, and at how many of its rows it is looked
-KEPT, FORMAT = 4000, 5  # choices remembered; to be raised whenever they come about in another way
-PAUSE = 200_000  # cycles: by then the host has sent what is to be timed
+MANY, FEW_ROUNDS = 32, 3  # from this many candidates on, each is timed in fewer rounds
+LONG, NEAR, FINALISTS = 0.05, 1.12, 4  # retime products from these milliseconds on: those this near the best, this many
+WARMING, TURN = 60.0, 60.0  # milliseconds of load before the finalists, and for each of them
+TILES, CUSTOM_OPTIONS = (
+    (20, 23, 24, 151, 215, 411, 497),
+    range(8),
+)  # variants of 8-bit products, by the library's numbers
+AGREE, LOOKED = 0.01, 32  # allowed relative difference of a variant's result, and rows compared
+KEPT, FORMAT = 4000, 5  # cached choices; raise FORMAT when the procedure changes
+PAUSE = 200_000  # cycles in which the host can send the work to be timed
 # From the library's header.
 COMPUTE_32F, REAL_32F = 68, 0
 KINDS = {torch.bfloat16: 14, torch.float16: 2, torch.float8_e4m3fn: 28}
 DESC_TRANSA, DESC_TRANSB = 3, 4
 DESC_SCALES, DESC_SCALE_MODES, DESC_FAST_SUMS = (17, 18), (31, 32), 25  # of the library's first and second operand
-BY_ROW = 3  # a scale a row of the first operand, a column of the second
-SCALES_SINCE = 120900  # the library's version that knows them
+BY_ROW = 3  # a scale for each row of the first operand and each column of the second
+SCALES_SINCE = 120900  # the first version of the library that has them
 PREF_WORKSPACE, PREF_REDUCTION, PREF_ALIGNMENTS = 1, 3, (5, 6, 7, 8)
-CONFIG_TILE, CONFIG_WAY = 1, 5
-IN_FP32 = 1 | 2  # parts of a split sum are added in place or in the compute type, not in 16 bits
+CONFIG_TILE, CONFIG_CUSTOM = 1, 5
+IN_FP32 = 1 | 2  # sum the parts of a split product in place or in the compute type, not in 16 bits
 NOT_SUPPORTED = 15
 _sleep = find("torch.cuda._sleep")
 
@@ -70,16 +73,16 @@ class _Result(ctypes.Structure):
 
 
 class MatmulShape(NamedTuple):
-    """All that the choice depends on. Sides are those of the operands as they lie in memory, column by column."""
+    """Everything that the choice depends on. "across": stored column by column."""
 
     kind: torch.dtype
     out_kind: torch.dtype
     m: int
     n: int
     k: int
-    a_across: bool  # whether a's (b's) columns, not rows, lie together
+    a_across: bool  # whether a's columns, not its rows, are contiguous; b likewise
     b_across: bool
-    a_stride: int  # distance of a's rows (or columns); likewise b's, and the result's rows
+    a_stride: int  # between a's rows (or columns); b and the result likewise
     b_stride: int
     out_row_stride: int
     aligned: int  # bytes
@@ -90,7 +93,7 @@ Scales = tuple[torch.Tensor, torch.Tensor]  # of a's rows and of b's columns
 
 
 class Operands(NamedTuple):
-    """Of a @ b -> out. `scales` where a and b are codes."""
+    """The tensors of a @ b -> out; `scales` if a and b are 8-bit codes."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -99,6 +102,8 @@ class Operands(NamedTuple):
 
 
 class MatmulPlan(NamedTuple):
+    """A product's description for the library, and the chosen algorithm."""
+
     desc: c_void_p
     layouts: Layouts
     algorithm: _Result
@@ -110,7 +115,7 @@ _workspaces: dict[tuple[torch.device, int], torch.Tensor] = rehearsal.kept()
 ONE, ZERO = c_float(1.0), c_float(0.0)
 NOTHING = MatmulPlan(
     c_void_p(), (c_void_p(), c_void_p(), c_void_p()), _Result()
-)  # of meta tensors: no library is called
+)  # for meta tensors, which call no library
 
 
 def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -127,7 +132,7 @@ def scaled_mm(a: torch.Tensor, b: torch.Tensor, scales: Scales, dtype: torch.dty
 
 
 def multiplies_codes(device: torch.device) -> bool:
-    """Whether the library has products with scales for this card."""
+    """Whether the library has products with scales for this GPU."""
     if launch.capability(device)[0] != 9:
         return False
     return device.type == "meta" or _library().cublasLtGetVersion() >= SCALES_SINCE
@@ -156,9 +161,9 @@ def _shape(operands: Operands) -> MatmulShape:
 
 
 def _fastest(shape: MatmulShape, operands: Operands) -> MatmulPlan:
-    """Remembered, or asked for, timed and chosen. It waits for the device: this is for the first call of a shape."""
+    """The cached choice, or the fastest of the timed candidates. Waits for the device; runs once for each shape."""
     device = operands.a.device
-    # Also where nothing is timed: a run takes the memory that its plan says, the first time and every other.
+    # Allocated even if nothing is timed, so that every run needs the memory that its plan predicts.
     flush = rehearsal.workspace(flush_bytes(device), device)
     if device.type == "meta":
         _workspace(device, graph.current_stream(device).cuda_stream)
@@ -195,7 +200,7 @@ def _fastest(shape: MatmulShape, operands: Operands) -> MatmulPlan:
 
 
 def _recalled(key: str, desc: c_void_p, layouts: Layouts, device: torch.device) -> _Result | None:
-    """An earlier choice, if the library still takes it for this product."""
+    """The cached choice, if the library still accepts it for this product."""
     text = user_cache.recall("products").get(key)
     if not isinstance(text, str) or not re.fullmatch("[0-9a-f]{128}", text):
         return None
@@ -203,7 +208,7 @@ def _recalled(key: str, desc: c_void_p, layouts: Layouts, device: torch.device) 
 
 
 def _accepted(algo: Any, desc: c_void_p, layouts: Layouts, device: torch.device) -> _Result | None:
-    """The algorithm as the library would offer it, if it takes it for this product."""
+    """The algorithm as a heuristic result, if the library accepts it for this product."""
     found, (first, second, result) = _Result(), layouts
     status = _library().cublasLtMatmulAlgoCheck(
         _handle(device), desc, first, second, result, result, byref(algo), byref(found)
@@ -215,14 +220,14 @@ def _accepted(algo: Any, desc: c_void_p, layouts: Layouts, device: torch.device)
 
 
 def _variants(offered: _Result, desc: c_void_p, layouts: Layouts, device: torch.device) -> list[_Result]:
-    """The algorithm with other tiles, and other ways through them."""
+    """The algorithm with other tiles and custom options."""
     found: dict[bytes, _Result] = {}
-    for tile, way in itertools.product(TILES, WAYS):
+    for tile, option in itertools.product(TILES, CUSTOM_OPTIONS):
         algo = _Algorithm.from_buffer_copy(bytes(offered.algo))
-        settings = ((CONFIG_TILE, c_uint32(tile)), (CONFIG_WAY, c_uint32(way)))
+        settings = ((CONFIG_TILE, c_uint32(tile)), (CONFIG_CUSTOM, c_uint32(option)))
         if any(_library().cublasLtMatmulAlgoConfigSetAttribute(byref(algo), place, byref(value), c_size_t(4))
                for place, value in settings):  # fmt: skip
-            continue  # a tile that this library does not know
+            continue  # this version of the library has no such tile
         variant = _accepted(algo, desc, layouts, device)
         if variant is not None and bytes(algo) != bytes(offered.algo):
             found[bytes(algo)] = variant
@@ -232,17 +237,17 @@ def _variants(offered: _Result, desc: c_void_p, layouts: Layouts, device: torch.
 def _time_if_right(
     plan: MatmulPlan, operands: Operands, flush: torch.Tensor, many: int, right: torch.Tensor | None
 ) -> float:
-    """`_time` of a variant, which the library takes but did not offer; infinite if its result is not that of one that
-    was offered (`right`), or if there is nothing to tell it by."""
+    """`_time` of a variant that the library accepts but did not offer. Infinite if its result differs from that of an
+    offered algorithm (`right`), or if there is no such result to compare with."""
     if right is None or not right.norm() > 0:
         return float("inf")
-    operands.out[_looked_at(operands)] = float("nan")  # or the result of who was before would pass for its own
+    operands.out[_looked_at(operands)] = float("nan")  # so that an earlier result cannot pass for this one
     ms = _time(plan, operands, flush, many)
     return ms if (_some_rows(operands) - right).norm() <= AGREE * right.norm() else float("inf")
 
 
 def _looked_at(operands: Operands) -> torch.Tensor:
-    """Rows all over the result: at its ends, where tokens may be padding, there may be nothing but zeros."""
+    """Rows spread over the result: at its ends, tokens may be padding and all values zero."""
     return torch.linspace(0, len(operands.out) - 1, LOOKED, device=operands.out.device).long()
 
 
@@ -251,7 +256,7 @@ def _some_rows(operands: Operands) -> torch.Tensor:
 
 
 def _under_load(plans: list[MatmulPlan], operands: Operands, about: float) -> list[float]:
-    """Milliseconds of each, by the second half of its turn, with the device busy all the while. Only for operands that
+    """Milliseconds of each plan in the second half of its turn, with the device busy throughout. Only for operands that
     do not fit the cache together."""
     many = max(1, round(TURN / 2 / about))
 
@@ -273,12 +278,12 @@ def _under_load(plans: list[MatmulPlan], operands: Operands, about: float) -> li
 
 
 def flush_bytes(device: torch.device) -> int:
-    """What has to be written to empty the cache. It lies beside all that the first step has saved, so not more."""
+    """Bytes to write to empty the cache; no more, since they add to the first step's saved activations."""
     return launch.cache_bytes(device)
 
 
 def _time(plan: MatmulPlan, operands: Operands, flush: torch.Tensor, many: int) -> float:
-    """Milliseconds, the median of a few rounds; infinite for an algorithm that refuses these tensors after all."""
+    """Median milliseconds of a few rounds; infinite if the algorithm refuses these tensors."""
     try:
         _run(plan, operands)
     except CublasError:
@@ -287,7 +292,7 @@ def _time(plan: MatmulPlan, operands: Operands, flush: torch.Tensor, many: int) 
     for _ in range(many):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         flush.zero_()
-        _sleep(PAUSE)  # or a short product is timed by how fast the host sends it
+        _sleep(PAUSE)  # otherwise the host's launch time bounds a short product
         begin.record()
         _run(plan, operands)
         end.record()
@@ -297,7 +302,7 @@ def _time(plan: MatmulPlan, operands: Operands, flush: torch.Tensor, many: int) 
 
 
 def _problem(shape: MatmulShape) -> tuple[c_void_p, Layouts]:
-    """Row-major a @ b is, column by column, b' a': b is the library's first operand."""
+    """Describe the product. The library is column-major, where a row-major a @ b is b' a': b is its first operand."""
     lib, kind, desc = _library(), KINDS[shape.kind], c_void_p()
     _check(lib.cublasLtMatmulDescCreate(byref(desc), COMPUTE_32F, REAL_32F))
     _set(desc, DESC_TRANSA, c_int(int(shape.b_across)))
@@ -316,13 +321,13 @@ def _set(desc: c_void_p, attribute: int, value: Any) -> None:
 
 
 def _point(desc: c_void_p, operands: Operands) -> None:
-    """Scales belong to the description, and others come with every call."""
+    """Set the scales, which belong to the description but change with every call."""
     for attribute, scale in zip(DESC_SCALES, reversed(operands.scales or ()), strict=False):
         _set(desc, attribute, c_void_p(scale.data_ptr()))
 
 
 def _candidates(shape: MatmulShape, desc: c_void_p, layouts: Layouts, device: torch.device) -> list[_Result]:
-    """What the library would consider, with a workspace and without."""
+    """The algorithms that the library would consider, with a workspace and without."""
     lib, preference, (first, second, result) = _library(), c_void_p(), layouts
     _check(lib.cublasLtMatmulPreferenceCreate(byref(preference)))
     for attribute, wanted in ((PREF_REDUCTION, IN_FP32), *((place, shape.aligned) for place in PREF_ALIGNMENTS)):
@@ -335,7 +340,7 @@ def _candidates(shape: MatmulShape, desc: c_void_p, layouts: Layouts, device: to
         status = lib.cublasLtMatmulAlgoGetHeuristic(
             _handle(device), desc, first, second, result, result, preference, CANDIDATES, found, byref(count)
         )
-        if status != NOT_SUPPORTED:  # it has none of that kind
+        if status != NOT_SUPPORTED:  # else it has no such algorithm
             _check(status)
             usable |= {bytes(one.algo): one for one in found[: count.value] if one.state == 0}
     lib.cublasLtMatmulPreferenceDestroy(preference)
@@ -368,9 +373,9 @@ def _run(plan: MatmulPlan, operands: Operands) -> None:
 
 
 def _workspace(device: torch.device, stream: int) -> torch.Tensor:
-    """One a stream; kept for good, since captured graphs go on using it. Inside a capture it must already be there."""
+    """The workspace of a stream, kept for good because captured graphs use it. A capture needs one that exists."""
     if (device, stream) not in _workspaces:
-        if graph.is_capturing(device):  # a capture has a stream of its own: products there run in order
+        if graph.is_capturing(device):  # products run in order on a capture's stream, so any workspace serves
             return next(space for (where, _), space in _workspaces.items() if where == device)
         _workspaces[device, stream] = rehearsal.workspace(WORKSPACE, device)
     return _workspaces[device, stream]
@@ -388,7 +393,7 @@ def _handle(device: torch.device) -> c_void_p:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """The copy that torch has loaded: a second one beside it would double its memory."""
+    """The copy that torch has loaded: a second one would need the same memory again."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     paths = {line.split(maxsplit=5)[5] for line in maps if "libcublasLt.so" in line}
     if not paths:
@@ -406,9 +411,9 @@ def _library() -> ctypes.CDLL:
 
 
 class CublasError(RuntimeError):
-    """A call that the library answered with an error."""
+    """The library returned an error."""
 
 
 def _check(status: int) -> None:
     if status:
-        raise CublasError(f"cuBLASLt answered with status {status}")
+        raise CublasError(f"cuBLASLt returned status {status}")

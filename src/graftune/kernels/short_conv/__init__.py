@@ -1,7 +1,8 @@
 """LFM2's double-gated short convolution over packed documents: C * conv(B * x), see reference.py.
 
-bcx [T, 3D] holds B, C and x side by side; taps [D, K] are fp32, the last one for the token itself; positions [T] count
-from 0 in every document, which is how the convolution knows where to begin anew. fp32 inside; rows may have a stride.
+bcx [T, 3D] holds B, C and x in adjacent columns. taps [D, K] are fp32; the last one is for the token itself. positions
+[T] count from 0 in every document, so that the convolution does not cross a boundary. It computes in fp32; tensors may
+have any row stride.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["backward", "forward", "step_"]
 
 @launch.operation("convolution")
 def forward(bcx: torch.Tensor, taps: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
-    """Writes [T, D] to `out`."""
+    """Write the result [T, D] to `out`."""
     _check(bcx, taps, positions, out)
     launch.implementation(reference, bcx).forward(bcx, taps, positions, out)
 
@@ -26,8 +27,8 @@ def backward(
     grad: torch.Tensor, bcx: torch.Tensor, taps: torch.Tensor, positions: torch.Tensor, out: torch.Tensor,
     mixed: torch.Tensor, grad_taps: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """grad [T, D] -> writes the gradient of bcx [T, 3D] to `out` and what `forward` wrote to `mixed`; adds that of the
-    taps, where they train, by plain torch: only training of every weight asks for it."""
+    """For grad [T, D], write the gradient of bcx [T, 3D] to `out` and the forward's result to `mixed`. Add the taps'
+    gradient to `grad_taps` if given; the reference does this, since only full training needs it."""
     _check(bcx, taps, positions, grad)
     assert out.shape == bcx.shape and mixed.shape == grad.shape and out.stride(1) == mixed.stride(1) == 1
     if launch.fused(bcx) and grad_taps is None:
@@ -39,8 +40,8 @@ def backward(
 
 
 def step_(bcx: torch.Tensor, taps: torch.Tensor, state: torch.Tensor, out: torch.Tensor) -> None:
-    """One new token of each sequence: bcx [S, 3D], `state` [S, K - 1, D] the last B * x of each, oldest first, which
-    moves on by one."""
+    """Compute one new token of each sequence from bcx [S, 3D]. `state` [S, K - 1, D] holds the last values of B * x of
+    each sequence, oldest first, and is shifted by one."""
     b, c, x = (part.float() for part in bcx.chunk(3, 1))
     u = torch.cat((state.float(), (b * x).unsqueeze(1)), 1)
     out.copy_(c * torch.einsum("skd,dk->sd", u, taps))

@@ -1,5 +1,5 @@
-"""The gated short convolution in tiles of tokens and columns. A program reads the few rows before its own (behind them,
-in the backward) a second time, which the cache answers, instead of handing them on."""
+"""The gated short convolution in tiles of tokens and columns. A program also reads the few rows before its own (after
+them, in the backward); they come from cache."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import triton.language as tl
 
 from graftune.kernels import launch
 
-TOKENS, COLUMNS, WARPS = 16, 128, 4  # of a program
+TOKENS, COLUMNS, WARPS = 16, 128, 4  # per program
 
 
 @triton.jit
 def _convolved(bcx_ptr, taps_ptr, rows, cols, position, live, D, stride, K: tl.constexpr):
-    """The convolution of B * x at the given rows; `position` is theirs in their documents."""
+    """The convolution of B * x at the given rows; `position`: the rows' positions in their documents."""
     total = tl.zeros(live.shape, dtype=tl.float32)
     for j in tl.static_range(K):
         seen = live & (position >= j)[:, None]
@@ -51,7 +51,7 @@ def _backward(
     position = tl.load(positions_ptr + rows, rows < T, other=0)
     total = _convolved(bcx_ptr, taps_ptr, rows, cols, position, live, D, stride, K)
     grad_u = tl.zeros(live.shape, dtype=tl.float32)
-    for j in tl.static_range(K):  # the token j further on has read this one, if it is that far into the same document
+    for j in tl.static_range(K):  # the token j rows later has read this one if both are in the same document
         later = rows + j
         its = tl.load(positions_ptr + later, later < T, other=-1)
         reached = live & ((later < T) & (its >= j))[:, None]

@@ -2,8 +2,8 @@
 
     u = B * x        c[t] = sum over j < K of taps[K - 1 - j] * u[t - j]        out = C * c
 
-B, C and x are the thirds of one product [T, 3D]; the convolution is depthwise and causal, and begins anew with every
-document: a token at position p of its document reads no further back than p tokens.
+B, C and x are the thirds of one product [T, 3D]. The convolution is depthwise and causal and does not cross documents:
+a token at position p of its document reads at most p tokens before it.
 
     dC = grad * c        du[t] = sum over j < K of taps[K - 1 - j] * (grad * C)[t + j]
     dB = du * x          dx = du * B
@@ -28,7 +28,7 @@ def backward(
     convolved, grad_c = _convolved(u, taps, positions), grad.float() * c
     grad_u = torch.zeros_like(u)
     for j in range(kernel):
-        reached = grad_c * (positions >= j).unsqueeze(1)  # by tokens that see j back
+        reached = grad_c * (positions >= j).unsqueeze(1)  # of tokens that read j tokens back
         grad_u += taps[:, kernel - 1 - j] * _shifted(reached, -j)
         if grad_taps is not None:
             grad_taps[:, kernel - 1 - j] += (reached * _shifted(u, j)).sum(0)
@@ -45,7 +45,7 @@ def _convolved(u: torch.Tensor, taps: torch.Tensor, positions: torch.Tensor) -> 
 
 
 def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
-    """Row t is row t - by of x; zeros where there is none."""
+    """Row t is row t - by of x, or zero if there is none."""
     if by == 0:
         return x
     moved = torch.zeros_like(x)
