@@ -1,9 +1,9 @@
-"""The flat arena cut into blocks: what the norm and the update are launched over.
+"""Divides the flat arena into blocks, over which the norm and the update are launched.
 
-A block lies inside one span, so all its elements are clipped by one factor and decayed alike, and a single launch
-serves any number of layers, tensors and settings. Cuts fall on multiples of the block size within the arena, not
-within the span: every whole block then starts on an aligned address, where loads are 16 bytes wide without a mask, and
-only the ragged ends of a span are masked. Made once at start, on the host; the launches read it from the device.
+A block is part of one span, so all its elements have the same clip factor and weight decay, and a single launch serves
+any number of layers, tensors and settings. Blocks start at multiples of the block size in the arena, not in the span:
+every whole block then has an aligned address, where loads are 16 bytes wide without a mask, and only the ends of a span
+are masked. The table is made once at the start, on the host; launches read it from the device.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 from graftune.arithmetic import ceil_div
 
 LEAST_BLOCK, WIDE_BLOCK = 1024, 8192
-MANY_BLOCKS, MOST_BLOCKS = 1 << 14, 100_000  # enough to keep a GPU busy; what one program still adds up quickly
-PIECE = 1 << 20  # what the references take at a time: their temporaries stay small, their values are the same
+MANY_BLOCKS, MOST_BLOCKS = 1 << 14, 100_000  # enough to keep a GPU busy; as many as one program can sum quickly
+PIECE = 1 << 20  # elements that the references compute at a time, so that their temporaries stay small
 
 
 class ArenaSpan(NamedTuple):
-    """A run of the arena that is clipped and decayed alike."""
+    """A range of the arena with one clip factor and one weight decay."""
 
     start: int
     stop: int
@@ -32,7 +32,7 @@ class ArenaSpan(NamedTuple):
 
 
 def spans_of(segments: Sequence[Sequence[slice]], decayed: int) -> list[ArenaSpan]:
-    """The spans of segments (each some slices of the arena) where elements before `decayed` decay, the rest do not."""
+    """The spans of segments (each some slices of the arena); elements before `decayed` have weight decay."""
     spans = []
     for index, segment in enumerate(segments):
         for part in segment:
@@ -42,20 +42,20 @@ def spans_of(segments: Sequence[Sequence[slice]], decayed: int) -> list[ArenaSpa
 
 
 def block_size(elements: int) -> int:
-    """A power of two: small in a small arena, so that there are blocks for every multiprocessor, and wide in a large
-    one, where a block's start and end cost more than they gain."""
+    """A power of two: small for a small arena, so that every multiprocessor has blocks, and large for a large one, to
+    limit the fixed cost of a block."""
     enough = min(max(LEAST_BLOCK, elements // MANY_BLOCKS), WIDE_BLOCK)
     return 1 << (max(enough, ceil_div(elements, MOST_BLOCKS)) - 1).bit_length()
 
 
 @dataclass(frozen=True)
 class BlockTable:
-    """Blocks in order of their segments: block b is elements starts[b] to stops[b] of the arena."""
+    """Blocks in the order of their segments: block b is elements starts[b] to stops[b] of the arena."""
 
-    spans: tuple[ArenaSpan, ...]  # by segment, then place
+    spans: tuple[ArenaSpan, ...]  # sorted by segment, then start
     segments: int
     block: int  # elements of a whole block
-    longest: int  # blocks of the segment that has most
+    longest: int  # the largest number of blocks in a segment
     starts: torch.Tensor  # [blocks] int64
     stops: torch.Tensor  # [blocks] int64
     segment: torch.Tensor  # [blocks] int32
@@ -96,7 +96,7 @@ class BlockTable:
         )
 
     def pieces(self) -> list[ArenaSpan]:
-        """The spans again, none longer than PIECE: what a reference loops over."""
+        """The spans cut into pieces of at most PIECE elements, for the references."""
         return [
             span._replace(start=at, stop=min(at + PIECE, span.stop))
             for span in self.spans

@@ -1,9 +1,9 @@
-"""Work on a CPU in pieces, each done by one core from beginning to end.
+"""Divides work on a CPU into pieces, each done by one core from beginning to end.
 
 torch divides every operation among its threads, which then wait for each other: twenty operations over a piece are
-twenty barriers. Where another process wants the same cores, a barrier lasts until the last thread had its turn, and
-two runs that load a model at once take many times as long as one after the other. Pieces that need nothing of each
-other share the cores as any two programs do. There are never more threads than `torch.get_num_threads()`.
+twenty barriers. If another process uses the same cores, a barrier lasts until the last thread was scheduled, and two
+runs that load a model at the same time take many times as long as one after the other. Independent pieces share the
+cores without such waits. There are never more threads than `torch.get_num_threads()`.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import torch
 from graftune.arithmetic import ceil_div
 from graftune.kernels import rehearsal
 
-LEAST = 1 << 15  # values of a piece: torch does not divide operations over fewer, and a thread would not pay
+LEAST = 1 << 15  # values of a piece: torch does not divide smaller operations either
 
 
 def piece_size(values: int, most: int) -> int:
-    """How many of so many values one core takes at a time, so that all cores have some: at most `most`."""
+    """How many of these values one core takes at a time, so that every core has work: at most `most`."""
     return max(1, min(most, max(LEAST, ceil_div(values, torch.get_num_threads()))))
 
 
 def share(work: Callable[[int], None], starts: Sequence[int]) -> None:
-    """`work(start)` for every start, in any order, on as many cores as torch may use. The first error is raised, and
-    what has not begun by then is left out."""
+    """Call `work(start)` for every start, in any order, on as many cores as torch may use. Raises the first error and
+    cancels the calls that have not begun."""
     threads = torch.get_num_threads()
-    if min(threads, len(starts)) < 2 or rehearsal.current() is not None:  # whose counting is this thread's own
+    if min(threads, len(starts)) < 2 or rehearsal.current() is not None:  # a rehearsal counts in one thread
         for start in starts:
             work(start)
         return
-    inference = torch.is_inference_mode_enabled()  # which each thread has by itself
+    inference = torch.is_inference_mode_enabled()  # a setting of each thread
 
     def alike(start: int) -> None:
         with torch.inference_mode(inference):
@@ -48,15 +48,15 @@ def share(work: Callable[[int], None], starts: Sequence[int]) -> None:
     except BaseException:
         for each in under_way:
             each.cancel()
-        wait(under_way)  # they write where the caller may free memory
+        wait(under_way)  # running calls write to memory that the caller may free
         raise
 
 
 @functools.lru_cache(maxsize=1)
 def _pool(threads: int, process: int) -> ThreadPoolExecutor:
-    """Threads in each of which torch has one; a process that was forked has none of its parent's. torch counts for each
-    thread by itself, but a thread takes over the last number set by anyone when it first asks: the process's own is put
-    back once all have asked."""
+    """A pool whose threads each let torch use one thread; a forked process makes its own. torch keeps the number for
+    each thread, but a new thread starts with the number that was set last anywhere, so the process's own number is
+    restored once all threads have started."""
     pool, begun = ThreadPoolExecutor(threads, "graftune-core", _alone), threading.Barrier(threads)
     wait([pool.submit(begun.wait) for _ in range(threads)])
     torch.set_num_threads(threads)

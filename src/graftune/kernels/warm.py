@@ -1,13 +1,13 @@
-"""Triton kernels compiled ahead, side by side, while a run is still being prepared.
+"""Compiles Triton kernels in parallel while a run is still being prepared.
 
-A run's kernels are compiled when they are first launched, one after the other: 12 seconds of a first run. Its plan has
-rehearsed the step by then, and reports every kernel that will be launched, with its arguments (launch.py). Here each is
-handed to Triton's own `warmup` as soon as it is reported, in threads: most of a compilation is in MLIR, LLVM and ptxas,
-which do not hold the interpreter. What is compiled lands where the launch looks for it, because the same function with
-arguments of the same kinds makes the key. A kernel that cannot be compiled ahead is compiled at its launch, and
+Otherwise kernels are compiled one after the other, at their first launch: 12 seconds of a first run. The memory plan
+rehearses the step before that and reports every kernel that will be launched, with its arguments (launch.py). Each is
+passed to Triton's `warmup` in a thread as soon as it is reported; most of a compilation is in MLIR, LLVM and ptxas,
+which release the interpreter lock. The launch finds the result in Triton's cache, because the same function with
+arguments of the same types has the same key. A kernel that cannot be compiled here is compiled at its launch, and
 `failures` says so.
 
-A table of kernels by kind of model was rejected: it would be wrong on the day a kernel gains an argument.
+A table of kernels for each kind of model was rejected: it would be wrong as soon as a kernel gains an argument.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_THREADS = 16
 
 
 class Pointer:
-    """Stands for a tensor: Triton asks for its dtype and whether its address is a multiple of 16."""
+    """Stands for a tensor: Triton reads its dtype and whether its address is a multiple of 16."""
 
     def __init__(self, tensor: torch.Tensor):
         self.dtype, self.shape = tensor.dtype, tensor.shape
@@ -40,7 +40,7 @@ class Pointer:
 
 
 class Warming:
-    """To be called with every kernel that will be launched (a `rehearsal.Launched`)."""
+    """Call it with every kernel that will be launched (it is a `rehearsal.Launched`)."""
 
     def __init__(self, device: torch.device, threads: int = 0):
         self.device = device
@@ -52,9 +52,9 @@ class Warming:
         key = (kernel, *_kinds(kernel, args, options))
         with self.lock:
             if key not in self.work:
-                mine = tuple(_untensored(arg) for arg in args)
+                plain = tuple(_untensored(arg) for arg in args)
                 named = {name: _untensored(value) for name, value in options.items()}
-                self.work[key] = self.pool.submit(self._compile, kernel, grid, mine, named)
+                self.work[key] = self.pool.submit(self._compile, kernel, grid, plain, named)
 
     def _compile(self, kernel: Any, grid: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         with torch.cuda.device(self.device):
@@ -62,7 +62,7 @@ class Warming:
 
     @property
     def failures(self) -> list[str]:
-        """What went wrong, once all are done."""
+        """The errors of kernels that were not compiled, once all are done."""
         done = [work for work in self.work.values() if work.done() and not work.cancelled()]
         return [f"{type(error).__name__}: {error}" for work in done if (error := work.exception()) is not None]
 
@@ -72,8 +72,7 @@ class Warming:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for all that was begun: a launch would compile what is under way a second time. A run that is refused
-        waits for nothing."""
+        """Wait for all compilations: a launch would start an unfinished one again. After an error, cancel them."""
         self.pool.shutdown(wait=error is None, cancel_futures=error is not None)
 
 
@@ -84,7 +83,7 @@ def _untensored(value: Any) -> Any:
 
 
 def _kinds(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[Any]:
-    """What a compilation depends on, or more."""
+    """Everything that a compilation depends on (possibly more)."""
     names = [parameter.name for parameter in kernel.params]
     fixed = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
     values = dict(zip(names, args, strict=False)) | options

@@ -1,5 +1,5 @@
-"""What is minimised: one file per loss, and the choice among them (`choose`). `DataKind`, `BatchLayout` and `Field` are
-for losses of one's own, which say by them what data they take and what their batches hold."""
+"""The losses, one file each, and the choice between them (`choose`). A user's own loss declares with `DataKind`,
+`BatchLayout` and `Field` which data it takes and what its batches contain."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def choose(settings: TrainConfig) -> Loss:
-    """The loss that the settings name; refuses one that cannot work with the others."""
+    """The loss that the settings name. Refuses settings that do not fit together."""
     if settings.loss == "cross_entropy":
         if settings.anchor != TrainConfig.anchor:
             raise GraftuneError(

@@ -1,10 +1,10 @@
-"""Cross-entropy with an anchor: what is learnt may not move far from the base's own predictions of the same labels.
+"""Cross-entropy with a penalty that keeps the predictions of the labels close to those of the base model.
 
     loss = sum over labels of  -w log p(label) + anchor (log p(label) - log p_base(label))^2
 
-p_base is the same model with adapters off, from a second forward pass over the same batch. The derivative by log p is
--w + 2 anchor (log p - log p_base). A penalty on the labels alone costs one number per row; a divergence over the whole
-vocabulary would need the base's logits beside the tuned ones.
+p_base is the same model with adapters off, from a second forward pass over the same batch. The derivative with respect
+to log p is -w + 2 anchor (log p - log p_base). A penalty on the labels alone needs one number per row; a divergence
+over the whole vocabulary would need the base's logits as well.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Anchored(LogProbLoss):
     def of_log_probs(
         self, log_probs: torch.Tensor, reference: torch.Tensor | None, batch: PackedBatch
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        assert reference is not None, "the step brings what the loss compares with"
+        assert reference is not None, "the step passes the base's log-probabilities"
         weights, moved = batch.extra.get("weights"), log_probs - reference
         weighted = log_probs if weights is None else log_probs * weights
         figures = torch.stack((-weighted.sum(), moved.square().sum()))

@@ -1,6 +1,6 @@
-"""Response-only cross-entropy: the sum of -log p(label), each times its weight where the batch has weights.
+"""Response-only cross-entropy: the sum of -log p(label), each times its weight if the batch has weights.
 
-Loss and gradient come from one pass over the head. Without weights nothing is read or multiplied for them.
+One pass over the head computes the loss and the gradient.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What a loss is to the rest of the package.
+"""The interface of a loss.
 
-A loss says which kind of data it takes, what its batches hold (`fields_of`), which figures it reports, and what it
-compares with, if anything. Called with the decoder's output it returns a sum over the batch and the gradient of the
-output's rows. It never divides: the one division, by the layout's shares over the whole optimizer step, is the step's,
-so that N micro-batches equal one. It reads nothing back and launches the same kernels for every batch of a shape, so
-that the step can be captured.
+A loss declares which kind of data it takes, what its batches contain (`fields_of`), which figures it reports, and which
+reference model it compares with, if any. Called with the decoder's output, it returns a sum over the batch and the
+gradient of the output's rows. It does not divide: the step divides once, by the layout's shares over the whole
+optimizer step, so that N micro-batches equal one large batch. It reads no device value and launches the same kernels
+for every batch of a shape, so that the step can be captured.
 """
 
 from __future__ import annotations
@@ -28,33 +28,35 @@ from graftune.model.decoder import Decoder
 from graftune.model.head import Output
 from graftune.model.start import Start
 
-# Divided by the sum of weights: a weight says how much a token counts beside others, not how large a step is.
+# The loss is divided by the sum of weights: a weight is a token's share in the step, not a factor of the step's size.
 WEIGHTED = BatchLayout(fields=(Field("weights", torch.float32, weights_of),), shares=weight_sums_of)
 
 
 class Computed(NamedTuple):
-    """What a loss makes of one micro-batch: sums, all on the device."""
+    """A loss's result for one micro-batch: sums, all on the device."""
 
     total: torch.Tensor  # 0-dim fp32
-    grad: torch.Tensor | None  # of `Output.normed`, times the loss scale; None where none was asked for
+    grad: torch.Tensor | None  # of `Output.normed`, times the loss scale; None without `need_grad`
     figures: torch.Tensor | None = None  # [len(Loss.figures)] fp32
 
 
 class Loss(ABC):
-    figures: tuple[str, ...] = ()  # names of what is reported beside the loss, divided as the loss is
-    # Whose log-probabilities it compares with, from one more forward pass per micro-batch: the model with adapters off
-    # (base), or with what trains as it was when the run began (start). "": nobody's.
+    """A training loss; subclasses implement `__call__`."""
+
+    figures: tuple[str, ...] = ()  # names of further sums that it reports, divided as the loss is
+    # The reference model whose log-probabilities it needs, at one more forward pass per micro-batch: the model with
+    # adapters off (base), or with the trainable weights of the start of the run (start). "": none.
     reference: Literal["", "base", "start"] = ""
 
-    data: DataKind = ANSWERS  # what its data has to be
+    data: DataKind = ANSWERS  # the kind of data that it takes
 
     def fields_of(self, examples: Sequence[Example]) -> BatchLayout:
-        """What batches of these examples hold beside the labels, and what the loss is divided by. Groups are added by
-        `layout`, as the data has them."""
+        """The fields of a batch of these examples besides the labels, and the divisor of the loss. `layout` adds the
+        groups of the data."""
         return WEIGHTED if has_weights(examples) else PLAIN
 
     def layout(self, examples: Sequence[Example]) -> BatchLayout:
-        """`fields_of` with the groups of the data; refuses data of another kind."""
+        """`fields_of` with the groups of the data. Refuses data of another kind."""
         self.check_kind(kind_of(examples))
         if self.data.members == 1:
             return self.fields_of(examples)
@@ -62,7 +64,7 @@ class Loss(ABC):
         return replace(self.fields_of(examples), groups=groups_of)
 
     def check_kind(self, found: str | None) -> None:
-        """`found`: what the records of some data are, by name; None: nobody said."""
+        """Refuse data of another kind. `found`: the name of the data's kind; None: unknown."""
         if found not in (None, self.data.name):
             raise GraftuneError(
                 f"the loss {type(self).__name__} takes {self.data.name}, and this data holds {found}",
@@ -70,7 +72,7 @@ class Loss(ABC):
             )
 
     def _check_groups(self, groups: np.ndarray) -> None:
-        """That every group is whole: its members follow each other and are as many as the kind has."""
+        """Refuse incomplete groups: the members of a group must be adjacent and as many as the kind has."""
         borders = np.flatnonzero(np.diff(groups, prepend=-2, append=-2))
         if (groups < 0).any() or (np.diff(borders) != self.data.members).any():
             raise GraftuneError(
@@ -89,26 +91,26 @@ class Loss(ABC):
         scale: torch.Tensor | None = None,
         need_grad: bool = True,
     ) -> Computed:
-        """`reference` [R] fp32: log p(label) of what the loss compares with. `scale`: fp16's loss scale, which
-        multiplies the gradient and nothing else."""
+        """Compute the loss of a batch. `reference` [R] fp32: log p(label) of the reference model. `scale`: fp16's loss
+        scale, which multiplies only the gradient."""
 
     def cross_entropy(self, loss: float, figures: Mapping[str, float]) -> float | None:
-        """The mean cross-entropy per token that an evaluation's perplexity is made of, if the loss has one."""
+        """The mean cross-entropy per token, from which an evaluation computes perplexity, if the loss has one."""
         return figures.get("cross_entropy")
 
 
 class LogProbLoss(Loss):
-    """A loss that is a function of the labels' log-probabilities: two passes over the head.
+    """A loss that is a function of the labels' log-probabilities, in two passes over the head.
 
-    The first pass gives log p(label) of every row; `of_log_probs` makes the loss of them, and its derivative by each;
-    the second pass computes the logits again and makes the gradient.
+    The first pass computes log p(label) of every row; `of_log_probs` returns the loss and its derivative with respect
+    to each; the second pass recomputes the logits and computes the gradient.
     """
 
     @abstractmethod
     def of_log_probs(
         self, log_probs: torch.Tensor, reference: torch.Tensor | None, batch: PackedBatch
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """log p(label) [R], 0 where a row is padding -> (sum, its derivative by every log p [R], figures)."""
+        """log p(label) [R], 0 where a row is padding -> (sum, its derivative for every log p [R], figures)."""
 
     def __call__(
         self,
@@ -127,12 +129,12 @@ class LogProbLoss(Loss):
 def reference_log_probs(
     loss: Loss, decoder: Decoder, batch: PackedBatch, ctx: PassContext, start: Start | None
 ) -> torch.Tensor | None:
-    """log p(label) [R] of what the loss compares with: a forward pass that keeps nothing. None: with nothing."""
+    """log p(label) [R] of the loss's reference model, from a forward pass without a tape. None if it needs none."""
     if not loss.reference:
         return None
     if loss.reference == "base":
         return _log_probs(decoder, batch, replace(ctx, adapted=False, dropout=None))
-    assert start is not None, "whoever opens a session keeps what the loss compares with"
+    assert start is not None, "a session with such a loss keeps a snapshot of the start"
     with start.restored():
         return _log_probs(decoder, batch, replace(ctx, adapted=True, dropout=None))
 

@@ -1,7 +1,7 @@
-"""A gradient accumulator by name, for training loops other than ours: our own step adds straight into the arena.
+"""A gradient accumulator by name, for a user's own training loop; graftune's step adds directly to the arena.
 
-Sums are fp32 whatever dtype comes in, since a bf16 sum stops growing after some 256 equal terms. They stay where they
-are as long as the accumulator lives: a captured graph may write to them. Nothing here waits for the device.
+Sums are fp32 for every input dtype, since a bf16 sum stops growing after about 256 equal terms. Their addresses never
+change, so that a captured graph can write to them. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from graftune.runtime import refusing
 
 
 class Accumulator:
-    """With `shapes` every sum is allocated at once and other names are refused; without them, a name's first gradient
-    makes its sum."""
+    """Sums gradients by name in fp32. With `shapes`, every sum is allocated at once and other names are refused;
+    without them, a name's first gradient allocates its sum."""
 
     def __init__(self, shapes: Mapping[str, Sequence[int]] | None = None, device: torch.device | str | None = None):
-        self.device = None if device is None else torch.device(device)  # without one: each gradient's own
+        self.device = None if device is None else torch.device(device)  # None: each gradient's own device
         self.fixed = shapes is not None
         self.counts: Counter[str] = Counter()  # accumulations since the last reset
         place = self.device or torch.device("cpu")
@@ -29,7 +29,7 @@ class Accumulator:
 
     @property
     def count(self) -> int:
-        """Micro-batches added since the last reset: how often the most frequent name came."""
+        """Micro-batches added since the last reset: the number of gradients under the most frequent name."""
         return max(self.counts.values(), default=0)
 
     def __len__(self) -> int:
@@ -44,7 +44,7 @@ class Accumulator:
 
     @torch.no_grad()
     def accumulate(self, name: str | Mapping[str, torch.Tensor], grad: torch.Tensor | None = None) -> None:
-        """Add one gradient under its name, or a dict of them: all are added, or (where one does not fit) none."""
+        """Add one gradient under its name, or a dict of them. If one does not fit, none is added."""
         if isinstance(name, str):
             if grad is None:
                 raise GraftuneError("there is no gradient to add", where=name, fix="pass accumulate(name, gradient)")
@@ -59,7 +59,7 @@ class Accumulator:
 
     @torch.no_grad()
     def get_and_reset(self) -> dict[str, torch.Tensor]:
-        """The sums, as tensors of their own; the accumulator starts again from zero."""
+        """Copies of the sums; the accumulator restarts from zero."""
         sums = {name: total.clone() for name, total in self.sums.items()}
         self.clear()
         return sums

@@ -1,10 +1,10 @@
-"""The loss's figures on data that does not train, adapters on, by the same forward that trains.
+"""Computes the loss and its figures on validation data, with the forward pass of training.
 
-On a GPU every batch has the same shape, the least that holds them all: cuDNN builds a plan for a shape, and an
-evaluation comes back many times in a run. It is a shape of its own, since the validation data has other lengths.
+On a GPU every batch has the same shape, the smallest that holds any of them: cuDNN builds a plan for each shape, and a
+run evaluates many times. It differs from the training shape, since the validation data has other lengths.
 
-Several ranks divide the batches. Every batch's sums are kept apart and added up at the end, in the batches' order, so
-the result is the same to the last bit whoever computed which.
+Several ranks divide the batches. Each batch's sums are kept separately and added at the end in the order of the
+batches, so the result is identical to the bit for any number of ranks.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from graftune.model.decoder import Decoder
 from graftune.model.start import Start
 from graftune.ranks import WHOLE, Share
 
-Gather = Callable[[list[Any]], list[list[Any]]]  # a list of JSON values of this rank -> every rank's
+Gather = Callable[[list[Any]], list[list[Any]]]  # this rank's list of JSON values -> all ranks' lists
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """What an evaluation came to."""
+    """The result of an evaluation."""
 
-    loss: float  # the mean over all response tokens, or by what else the loss divides
-    perplexity: float | None  # None where the loss has no cross-entropy
-    response_tokens: int  # that were predicted
-    examples: int  # that were read
+    loss: float  # the mean over all response tokens, or over the loss's own divisor
+    perplexity: float | None  # None if the loss has no cross-entropy
+    response_tokens: int  # tokens predicted
+    examples: int  # examples read
     figures: dict[str, float] = field(default_factory=dict)  # the loss's own, by name
 
     def document(self) -> dict[str, float | None]:
-        """All of it by name, the loss's own figures among the rest."""
+        """All fields by name, with the loss's own figures at the same level."""
         rest = asdict(self)
         return rest | rest.pop("figures")
 
@@ -56,9 +56,9 @@ def evaluate(
     gather: Gather = lambda sums: [sums],
     start: Start | None = None,
 ) -> EvalResult:
-    """Means over all the data by the loss's divisor, not over batches. Without a `loss`: cross-entropy, every response
-    token alike. `between` is called with the examples done so far. `share` is this rank's; `gather` gives every
-    rank's sums. `start` as of a Step."""
+    """Compute means over all the data (not means of batches), by the loss's divisor. Without a `loss`: cross-entropy
+    with equal weights. `between` is called with the number of examples done so far. `share`: this rank's share;
+    `gather`: collects the sums of all ranks. `start`: see Step."""
     loss = loss or CrossEntropy()
     layout = loss.layout(examples)
     groups = bins_in_order(examples, capacity, layout)
@@ -103,10 +103,10 @@ def evaluate_batch(
     start: Start | None = None,
 ) -> Computed:
     """The loss of one batch, without a gradient."""
-    run = decoder.begin_batch(batch, backend, longest, adapted=adapted)
-    reference = reference_log_probs(loss, decoder, batch, run, start)
+    ctx = decoder.begin_batch(batch, backend, longest, adapted=adapted)
+    reference = reference_log_probs(loss, decoder, batch, ctx, start)
     return loss(
-        decoder.read_out(decoder.forward(batch.tokens, run, batch.rows), adapted=adapted),
+        decoder.read_out(decoder.forward(batch.tokens, ctx, batch.rows), adapted=adapted),
         batch,
         reference,
         need_grad=False,
@@ -114,5 +114,5 @@ def evaluate_batch(
 
 
 def shape_of(examples: Sequence[Example], capacity: int, layout: BatchLayout = PLAIN) -> Capacities:
-    """The least that holds every batch."""
+    """The smallest shape that holds every batch."""
     return capacities(bins_in_order(examples, capacity, layout), lengths_of(examples), responses_of(examples))

@@ -1,5 +1,5 @@
-"""Floating-point operations that a model needs for a step: products with its weights and attention, forward and
-backward. Padding, recomputation, adapters and everything cheap are left out, so that the figure compares programs."""
+"""Counts the floating-point operations that a model needs for a step: products with its weights and attention, forward
+and backward. Padding, recomputation, adapters and cheap operations are left out, so that programs can be compared."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from graftune.model.spec import LayerSpec, ModelSpec
 
 @dataclass(frozen=True)
 class StepFlops:
+    """Operations per token and per response token."""
+
     per_token: float
-    per_response: float  # the head's, which reads the rows that predict something
+    per_response: float  # of the head, which reads only the rows that predict a response token
 
     @staticmethod
     def of(spec: ModelSpec, lengths: Sequence[int] | np.ndarray, *, full: bool = False) -> StepFlops:
-        """`lengths`: of the documents, for attention. `full`: every weight has a gradient of its own."""
+        """`lengths`: tokens of the documents, for attention. `full`: every weight has a gradient."""
         passes, tokens = (3 if full else 2), np.asarray(lengths, dtype=np.float64)
-        pairs = float((tokens**2).sum() / (2 * tokens.sum()))  # that a token sees of its document, on average
+        pairs = float((tokens**2).sum() / (2 * tokens.sum()))  # tokens that a token attends to, on average
         layers = sum(count * _layer(kind, passes, pairs) for kind, count in spec.kinds.items())
         return StepFlops(layers, 2.0 * passes * spec.vocab * spec.width)
 
@@ -29,7 +31,7 @@ class StepFlops:
 
 
 def _layer(kind: LayerSpec, passes: int, pairs: float) -> float:
-    """Of one token. Attention has two products forward and five backward."""
+    """Operations of a layer for one token. Attention has two products forward and five backward."""
     total = 2.0 * passes * sum(part.active_values for part in kind.parts)
     for shape in (part.attention for part in kind.parts):
         if shape is not None:

@@ -1,10 +1,10 @@
-"""Where a number that is not finite comes from first: one micro-batch computed again, eagerly, with a look between.
+"""Finds where the first NaN or Inf comes from, by recomputing one micro-batch eagerly and checking each part's output.
 
-A captured step only says that its loss or its gradient was not finite. Its update was skipped, so the weights are still
-those that it was computed with, and the same micro-batch gives the same numbers again: this is for the end of a run,
-when time does not count. Rejected: a flag per layer in the step itself, which every good step would pay for.
+A captured step only reports that its loss or its gradient was not finite. Its update was skipped, so the weights are
+unchanged and the same micro-batch gives the same numbers. This runs at the end of a run, when time does not matter. A
+flag per layer in the step itself was rejected, because every good step would pay for it.
 
-Order of the search: the weights that train, then the forward pass from the embedding to the loss, then the gradients,
+The search checks the trainable weights first, then the forward pass from the embedding to the loss, then the gradients
 from the last layer to the first.
 """
 
@@ -25,15 +25,15 @@ from graftune.step.step import Step
 
 
 class NotFinite(NamedTuple):
-    """The first number that is not finite."""
+    """The first tensor with a NaN or Inf."""
 
-    what: str  # what it is, and of which layer
-    documents: list[int] | None = None  # of the batch, by number, that have it there; None: it is no document's own
+    what: str  # the tensor, with its layer
+    documents: list[int] | None = None  # numbers of the batch's documents that have it; None: it belongs to none
 
 
 def first_not_finite(step: Step, batch: PackedBatch, dropout_seed: int) -> NotFinite | None:
-    """None where all is finite when it is computed again. Forward and backward are run whatever is found: ranks that
-    hold the base together do so in step. Leaves no gradient behind."""
+    """Recompute a micro-batch and return the first NaN or Inf; None if everything is finite. Always runs both passes,
+    because ranks that share the base's weights must stay in step. Clears the gradients."""
     step.discard()
     step.set_dropout_seed(dropout_seed)
     found = [*_weights(step), *_forward(step, batch)]
@@ -59,52 +59,52 @@ def _gradients(step: Step) -> Iterator[NotFinite]:
 
 
 def _forward(step: Step, batch: PackedBatch) -> list[NotFinite]:
-    decoder, looking = step.decoder, _Looking(batch, step.decoder.spec)
+    decoder, tape = step.decoder, _CheckingTape(batch, step.decoder.spec)
     dropout = Dropout(step.dropout, step.dropout_seed) if step.dropout else None
     with torch.no_grad():
-        run = decoder.begin_batch(batch, step.eager_backend, dropout=dropout)
-        reference = reference_log_probs(step.loss, decoder, batch, run, step.start)
-        stream = decoder.forward(batch.tokens, run, batch.rows, looking)
-        looking.at(
+        ctx = decoder.begin_batch(batch, step.eager_backend, dropout=dropout)
+        reference = reference_log_probs(step.loss, decoder, batch, ctx, step.start)
+        stream = decoder.forward(batch.tokens, ctx, batch.rows, tape)
+        tape.check(
             stream.x if stream.y is None else stream.x.float() + stream.y.float(),
-            looking.after(len(decoder.spec.layers)),
+            tape.source_of(len(decoder.spec.layers)),
             batch.rows,
         )
         if reference is not None and not bool(reference.isfinite().all()):
-            looking.found.append(NotFinite("what the loss compares with"))
+            tape.found.append(NotFinite("the reference model's log-probabilities"))
         output = decoder.read_out(stream)
-        looking.at(output.normed, "the final norm", batch.rows)
+        tape.check(output.normed, "the final norm", batch.rows)
         if not bool(step.loss(output, batch, reference, need_grad=False).total.isfinite()):
-            looking.found.append(NotFinite("the loss, behind the head"))
-    return looking.found
+            tape.found.append(NotFinite("the loss, after the head"))
+    return tape.found
 
 
-class _Looking:
-    """A tape that keeps nothing: it looks at the stream that each part of a block has read."""
+class _CheckingTape:
+    """A tape that saves nothing; it checks the residual stream that each branch of a block has read."""
 
     def __init__(self, batch: PackedBatch, spec: ModelSpec):
         self.batch, self.spec, self.found = batch, spec, list[NotFinite]()
 
     def keep(self, block: Block, saved: list[Any]) -> None:
-        """Each branch saved the stream that it read, which the branch before it wrote."""
+        """Check what each branch saved: the stream that it read, which the branch before it wrote."""
         index = block.index
-        written = [self.after(index), *(branch[0].part.module for branch in self._branches(index)[:-1])]
+        written = [self.source_of(index), *(branch[0].part.module for branch in self._branches(index)[:-1])]
         for number, (kept, name) in enumerate(zip(saved, written, strict=True)):
             selected = index == len(self.spec.layers) - 1 and number >= block.mixing
-            self.at(kept.x, name if number == 0 else f"layers.{index}.{name}", self.batch.rows if selected else None)
+            self.check(kept.x, name if number == 0 else f"layers.{index}.{name}", self.batch.rows if selected else None)
 
     def take(self, block: Block, ctx: PassContext, rows: torch.Tensor | None) -> list[Any]:
         raise AssertionError("nothing is kept for a backward pass")
 
-    def after(self, index: int) -> str:
-        """What wrote the stream that block `index` reads."""
+    def source_of(self, index: int) -> str:
+        """The name of the part that wrote the stream that block `index` reads."""
         return f"layers.{index - 1}.{self._branches(index - 1)[-1][0].part.module}" if index else "the embedding"
 
     def _branches(self, index: int) -> list[tuple[BranchPart, ...]]:
         return [branch.parts for branch in self.spec.layers[index].branches]
 
-    def at(self, stream: torch.Tensor, name: str, rows: torch.Tensor | None = None) -> None:
-        """`rows`: the batch's tokens that the stream's rows are, where they are not all."""
+    def check(self, stream: torch.Tensor, name: str, rows: torch.Tensor | None = None) -> None:
+        """Note the first NaN or Inf. `rows`: the tokens of the stream's rows, if these are not all tokens."""
         bad = (~stream.isfinite()).any(1).nonzero()[:, 0]
         if len(bad) and not self.found:
             tokens = bad if rows is None else rows[bad]

@@ -1,10 +1,10 @@
-"""The dynamic loss scale of fp16: what keeps small gradients above fp16's least number.
+"""The dynamic loss scale of fp16, which keeps small gradients from underflowing.
 
-The loss's gradient is multiplied by the scale, the parameters' gradients are divided by it again. An update whose
+The loss's gradient is multiplied by the scale, and the parameters' gradients are divided by it. An update whose
 gradients overflow is skipped and halves the scale; 2,000 good ones in a row double it. torch's GradScaler reads the
-overflow flag on the host at every step; here scale and count are two numbers on the device, so nothing waits and a
-captured graph carries them. A training step hands `state` to `grad_norm.clip`, which unscales by its factors and renews
-the state in the same launch; the methods here do the same for other people's loops:
+overflow flag on the host at every step. Here scale and count are two numbers on the device, so the host never waits and
+a captured graph updates them. A training step passes `state` to `grad_norm.clip`, which unscales by its factors and
+updates the state in the same launch. The methods here do the same for a user's own loop:
 
     scaler.scaled(loss).backward()
     ok = scaler.unscale_(gradients)     # 0-dim flag, on the device
@@ -25,8 +25,8 @@ from graftune.runtime import refusing
 
 
 class LossScaler:
-    """The dynamic loss scale of fp16, on the device: nothing here waits for it. An update whose gradients overflow is
-    to be skipped and halves the scale; 2,000 good ones in a row double it.
+    """The dynamic loss scale of fp16. Its state is on the device, and no method waits for the device. Skip an update
+    whose gradients overflow: that halves the scale; 2,000 good updates in a row double it.
 
     Example:
         scaler = graftune.LossScaler("cuda")
@@ -45,16 +45,16 @@ class LossScaler:
 
     @property
     def scale(self) -> torch.Tensor:
-        """0-dim fp32 on the device: a view, so it always shows the present scale."""
+        """0-dim fp32 on the device: a view, so it always shows the current scale."""
         return self.state[0]
 
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
-        """x times the scale, in x's dtype. In fp32 between: 65536 itself is infinite in fp16."""
+        """x times the scale, in x's dtype. Computed in fp32, because 65536 is infinite in fp16."""
         return (x.float() * self.scale).to(x.dtype)
 
     @torch.no_grad()
     def unscale_(self, grads: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tensor:
-        """Divides in place; returns whether all were finite."""
+        """Divide the gradients in place; returns whether all were finite."""
         every = [grads] if isinstance(grads, torch.Tensor) else list(grads)
         ok = torch.ones((), dtype=torch.bool, device=self.state.device)
         for grad in every:
@@ -64,15 +64,15 @@ class LossScaler:
 
     @torch.no_grad()
     def update(self, ok: torch.Tensor) -> None:
-        """After an update that was made (ok) or skipped (not ok)."""
+        """Adjust the scale after an update that was applied (ok) or skipped (not ok)."""
         grad_norm.rescale(self.state, ok)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """A copy, to be saved."""
+        """A copy of the state, for a checkpoint."""
         return {"loss_scale": self.state.clone()}
 
     def load_state_dict(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """In place: a captured graph goes on reading the same memory. Reads the values, so not within a step."""
+        """Restore the state in place, since a captured graph reads that memory. Waits for the device."""
         state = saved.get("loss_scale")
         if state is None or state.shape != (2,) or not LEAST_SCALE <= float(state[0]) <= MOST_SCALE:
             raise GraftuneError(
