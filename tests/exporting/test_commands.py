@@ -19,6 +19,7 @@ from graftune.cli import main
 from graftune.errors import GraftuneError
 from graftune.exporting import gguf_file, gguf_keys, gguf_mix, write
 from graftune.io import files
+from graftune.model.part import AttentionShape
 from graftune.observe.console import Console
 from graftune.settings.config import Config
 from graftune.weights import streamed
@@ -126,9 +127,9 @@ def test_llama_cpps_mix() -> None:
     more = [layer for layer in range(32) if gguf_mix.more_bits(layer, 32)]
     assert more == [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31]
 
-    def kind(name: str, width: int, mix: str = "Q4_K_M", **facts: Any) -> str:
-        shape = {"tied": False, "layers": 32, "heads": 16, "kv_heads": 8, "experts": 0, "family": "qwen3"} | facts
-        spec: Any = SimpleNamespace(**shape)
+    def kind(name: str, width: int, mix: str = "Q4_K_M", layers: int = 32, heads: int = 16, **facts: Any) -> str:
+        shape = {"layers": range(layers), "attention": (AttentionShape(heads, 8, 64),)}
+        spec: Any = SimpleNamespace(**({"tied": False, "experts": 0, "family": "qwen3"} | shape | facts))
         return gguf_mix.tensor_kind(name, (64, width), mix, spec)
 
     assert [kind(f"blk.{layer}.attn_v.weight", 256) for layer in (3, 4, 6)] == ["Q6_K", "Q4_K", "Q6_K"]

@@ -45,7 +45,7 @@ def test_greedy_text_of_llama_cpp_is_ours(both: tuple[str, Path, Path]) -> None:
     variant, folder, gguf = both
     engine, sampling = oracle.ours(gguf, random_b=False), Sampling(max_new_tokens=50)
     prompts = [[*PROMPT[:4], start] for start in range(30, 60)]
-    answers = generate(engine.parts.decoder, prompts, sampling, ())
+    answers = generate(engine.decoder, prompts, sampling, ())
     # The liveliest text without the tokens that end one there.
     ends = {0, 2, engine.base.tokenizer.backend.token_to_id("</s>")}
     endless = [(p, a) for p, a in zip(prompts, answers, strict=True) if not ends & set(a)]

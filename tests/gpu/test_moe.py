@@ -30,7 +30,9 @@ def ready(folder: Path, compute: torch.dtype, graph: bool, base_dtype: str = "fp
     torch.manual_seed(5)
     ours.arena.weights.copy_(torch.randn(len(ours.arena.weights)).mul_(0.05))
     ours.arena.publish()
-    backend = attention.choose(torch.device("cuda"), compute, ours.decoder.spec.widest_head, True, False).backend
+    backend = attention.choose(
+        torch.device("cuda"), compute, ours.decoder.spec.attention[0].head_width, True, False
+    ).backend
     step = Step(ours.decoder, ours.arena, attention_backend=backend, longest=64)
     return ours, step, DeviceLoop(step, graph)
 

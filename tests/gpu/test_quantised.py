@@ -48,7 +48,7 @@ def dequantised_of(base: Base, base_dtype: str) -> Base:
 
 
 def ready(ours: oracle.Ours, *, graph: bool, deterministic: bool = False, **more: Any) -> tuple[Step, DeviceLoop]:
-    head, compute = ours.decoder.spec.widest_head, ours.arena.compute_dtype
+    head, compute = ours.decoder.spec.attention[0].head_width, ours.arena.compute_dtype
     backend = attention.choose(torch.device("cuda"), compute, head, deterministic, False).backend
     tuned = not deterministic and compute != torch.float32
     step = Step(ours.decoder, ours.arena, attention_backend=backend, longest=64, tuned=tuned, **more)

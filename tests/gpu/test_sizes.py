@@ -50,7 +50,7 @@ def losses(length: int, backend: str, others: tuple[str, ...], graph: bool) -> l
 
 @pytest.mark.parametrize("backend", ["timed", "cudnn", "mixed", "triton"])
 def test_a_long_document_after_a_short_one(backend: str) -> None:
-    choice = attention.choose(CUDA, torch.bfloat16, SPEC.widest_head, False, False)
+    choice = attention.choose(CUDA, torch.bfloat16, SPEC.attention[0].head_width, False, False)
     if backend != "timed" and backend not in (choice.backend, *choice.others):
         pytest.skip(f"{backend} does not serve here: {choice.why}")
     name, others = (choice.backend, choice.others) if backend == "timed" else (backend, ())
@@ -76,8 +76,8 @@ def test_a_long_prompt_is_read_without_all_of_its_scores() -> None:
     torch.manual_seed(4)
     ours = oracle.place(random_base(SPEC, CUDA), LoraConfig(rank=16), "bf16", "cuda", torch.bfloat16)
     initialise(ours.arena, ours.lora, seed=1)
-    choice = attention.choose(CUDA, torch.bfloat16, SPEC.widest_head, False, False)
-    backend = attention.for_any_shape(choice.backend, CUDA, torch.bfloat16, SPEC.widest_head)
+    choice = attention.choose(CUDA, torch.bfloat16, SPEC.attention[0].head_width, False, False)
+    backend = attention.for_any_shape(choice.backend, CUDA, torch.bfloat16, SPEC.attention[0].head_width)
     drawn = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, SPEC.vocab, (n,), generator=drawn).tolist() for n in (3000, 17)]
     cache = Cache(SPEC, [3000, 17], 3010, CUDA, torch.bfloat16)

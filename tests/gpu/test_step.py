@@ -30,7 +30,7 @@ def ready(folder, *, graph: bool = True, compute: torch.dtype = torch.float32, d
     torch.manual_seed(5)
     ours.arena.weights.copy_(torch.randn(len(ours.arena.weights)).mul_(0.05))
     ours.arena.publish()
-    head = ours.decoder.spec.widest_head
+    head = ours.decoder.spec.attention[0].head_width
     backend = attention.choose(torch.device("cuda"), compute, head, deterministic, False).backend
     step = Step(ours.decoder, ours.arena, attention_backend=backend, longest=64, **more)
     return ours, step, DeviceLoop(step, graph)

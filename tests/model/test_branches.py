@@ -20,6 +20,7 @@ from graftune.infer.generate import generate
 from graftune.infer.sample import Sampling
 from graftune.model.context import PassContext
 from graftune.model.feed_forward.gated import GatedSpec
+from graftune.model.frozen.tensor_rows import TensorRows
 from graftune.model.layer_spec import BranchPart, BranchSpec, LayerSpec, NormSpec
 from graftune.model.lora import build_arena, initialise, norm_names, scaling
 from graftune.model.mixers.attention import AttentionSpec
@@ -32,7 +33,6 @@ from graftune.settings.config import LoraConfig
 from graftune.step.step import Step
 from graftune.weights.load import build_decoder
 from graftune.weights.placement import Placement
-from graftune.weights.rows import Held
 from graftune.weights.synthetic import random_base
 from tests.support.oracle import Ours
 
@@ -175,7 +175,7 @@ def toy(layers: tuple[LayerSpec, ...], lora: LoraConfig, full: bool) -> Toy:
         if layer.stream_scale is not None:
             tensors[f"layers.{index}.{layer.stream_scale}"] = torch.tensor([0.6 + index])
     tensors |= {name: 1 + 0.2 * torch.randn(width) for _, name, width in norm_names(spec)}
-    held = {name: Held(tensor) for name, tensor in tensors.items()}
+    held = {name: TensorRows(tensor) for name, tensor in tensors.items()}
     base = dataclasses.replace(random_base(spec, CPU), tensors=held)
     runtime = resolve("cpu", "fp32")
     arena = build_arena(spec, lora, CPU, torch.float32, full=full)

@@ -117,7 +117,7 @@ def test_who_asks_a_layer(base: Base) -> None:
     written says so."""
     spec = base.spec
     assert [rope.width for rope in spec.ropes] == [8, 24] and spec.layers[2].mixer.ropes == spec.ropes[:1]
-    assert spec.widest_head == 24
+    assert max(shape.head_width for shape in spec.attention) == 24
     assert rows.heads_of(spec, "layers.1.self_attn.q_proj.weight") == (2, 24)
     assert rows.heads_of(spec, "layers.2.self_attn.k_proj.lora_B.weight") == (2, 8)
     assert spec.only([1, 1]).layers == (spec.layers[1],) * 2

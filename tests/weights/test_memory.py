@@ -49,7 +49,7 @@ saved = tokens * 4 * (2 * spec.width + q + mixer.heads * mixer.head_width + 2 * 
 logits = 4 * batch.response_tokens * spec.vocab * 4
 pieces = 5 * MAPPED_ROWS_BYTES
 print(json.dumps({"at_start": at_start, "peak": peak_resident_bytes(), "loss": loss,
-    "arena": run.arena.nbytes, "activations": (len(spec.layers) + 4) * saved + logits + pieces}))
+    "arena": run.parts.arena.nbytes, "activations": (len(spec.layers) + 4) * saved + logits + pieces}))
 """
 
 

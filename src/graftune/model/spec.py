@@ -90,10 +90,6 @@ class ModelSpec:
         layers = sum(count * kind.parameters for kind, count in self.kinds.items())
         return layers + self.vocab * self.width * (1 if self.tied else 2)
 
-    @property
-    def widest_head(self) -> int:
-        return max((shape.head_width for shape in self.attention), default=self.width)
-
     def wrong(self) -> str | None:
         """Names the first group of values that no model has: a damaged file may claim anything."""
         norms = [self.head.norm, *(norm for kind in self.kinds for norm in kind.norms)]
