@@ -44,6 +44,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"embedding_multiplier": 3.0, "attention_multiplier": 0.5, "residual_multiplier": 0.4, "logits_scaling": 0.7},
     ),
     "smollm3": ("SmolLM3Config", {"num_hidden_layers": 5, "tie_word_embeddings": True, "pad_token_id": 0}),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0}),
     "olmo2": ("Olmo2Config", {"head_dim": None}),
     "olmo3": ("Olmo3Config", {"head_dim": None, "num_hidden_layers": 5, "sliding_window": 6}),
     "lfm2": (

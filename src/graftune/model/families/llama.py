@@ -80,6 +80,12 @@ LLAMA = (
         interleaved=True,
     ),
     Family("llama", "LlamaForCausalLM", interleaved=True, layers_of_70b=80),
+    Family(
+        "seed_oss",
+        "SeedOssForCausalLM",
+        bias=True,
+        gguf_names={"post_attention_layernorm": "post_attention_norm"},
+    ),
     SmolLm3(
         "smollm3",
         "SmolLM3ForCausalLM",
