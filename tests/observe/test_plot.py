@@ -69,7 +69,7 @@ def test_the_axis_fits_the_data_and_labels_stay_clear_of_the_legend() -> None:
     assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)
 
 
-def test_a_run_that_goes_on_is_drawn_now_and_then() -> None:
+def test_a_run_that_goes_on_is_drawn_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     now, drawn, busy = [0.0], [], threading.Event()
     busy.set()
 
@@ -78,7 +78,8 @@ def test_a_run_that_goes_on_is_drawn_now_and_then() -> None:
         assert busy.wait(10)
 
     first = list[float]()
-    picture = LivePlot(draw, clock=lambda: now[0], first=lambda: first.append(now[0]))
+    monkeypatch.setattr(plot, "prepare", lambda: first.append(now[0]))
+    picture = LivePlot(draw, clock=lambda: now[0])
     picture.update()
     assert not drawn and not first, "a short run is drawn once, at its end, without a process of its own"
     busy.clear()
@@ -91,7 +92,9 @@ def test_a_run_that_goes_on_is_drawn_now_and_then() -> None:
     assert drawn == ["graftune-plot", threading.current_thread().name] and first == [EVERY]
 
 
-def test_what_keeps_it_from_being_drawn_stops_nothing() -> None:
+def test_a_plot_that_cannot_be_written_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plot, "prepare", lambda: None)
+
     def draw() -> None:
         raise OSError(28, "No space left on device")
 

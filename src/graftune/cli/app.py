@@ -15,7 +15,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TextIO
 
@@ -49,18 +49,22 @@ app = App(
     version_flags=["--version"],
     suppress_keyboard_interrupt=False,  # main handles it
 )
-app.command(train)
-app.command(chat)
-app.command(evaluate, name="eval")
-app.command(data)
-app.command(plan)
-app.command(profile)
-app.command(export)
-app.command(watch)
-app.command(runs)
-app.command(doctor)
-app.command(schema)
-app.command(functools.partial(completion, app), name="completion")
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "train": train,
+    "chat": chat,
+    "eval": evaluate,
+    "data": data,
+    "plan": plan,
+    "profile": profile,
+    "export": export,
+    "watch": watch,
+    "runs": runs,
+    "doctor": doctor,
+    "schema": schema,
+    "completion": functools.partial(completion, app),
+}
+for _name, _command in COMMANDS.items():
+    app.command(_command, name=_name)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,7 +17,7 @@ from graftune.observe.console import Console
 from graftune.observe.speed import compared, ms_text
 from graftune.settings.config import Config
 
-SHOWN = 14  # operations in the table
+SHOWN, SLOWEST = 14, 8  # operations and layers in the tables
 
 
 @takes("base", "lora", "data", "optim", "train")
@@ -103,39 +103,38 @@ def _check_trace(trace: str) -> None:
 
 
 def show(console: Console, found: dict[str, Any]) -> None:
-    columns = ("phase", "ms", "p50", "p95", "p99", "share")
-    rows = [
-        [row["name"], *(ms_text(row[key]) for key in columns[1:5]), _share(row["share"])] for row in found["phases"]
-    ]
-    rows.append(
-        ["step", ms_text(found["step_ms"]), *(ms_text(found["step"][key]) for key in columns[2:5]), _share(1.0)]
-    )
-    console.table(f"{found['model']} on {found['gpu']}: {found['steps']} steps", columns, rows)
-    rows = [
-        [row["name"], row["phase"], ms_text(row["ms"]), row["calls"], _share(row["share"])]
-        for row in found["operations"][:SHOWN]
-    ]
-    left = len(found["operations"]) - len(rows)
-    more = f" ({left} smaller ones are in the document)" if left > 0 else ""
-    console.table(f"operations{more}", ("operation", "phase", "ms", "calls", "share"), rows)
-    if found["layers"]:
-        _show_layers(console, found["layers"])
-    if found["hotspots"]:
-        rows = [[row["name"], ms_text(row["ms"]), f"{row['times_the_mean']:.2f}"] for row in found["hotspots"][:SHOWN]]
-        console.table("hotspots: far above the mean of the same operation", ("where", "ms", "times the mean"), rows)
-    for name, title in (("apart", "on other streams, beside the step"), ("beside", "between steps")):
-        if found[name]:
-            console.table(title, ("what", "ms"), [[row["name"], ms_text(row["ms"])] for row in found[name]])
+    """One table for each section of the profile, and the sentences."""
+    step = {"name": "step", "ms": found["step_ms"], **found["step"], "share": 1.0}
+    title = f"{found['model']} on {found['gpu']}: {found['steps']} steps"
+    _table(console, title, [*found["phases"], step], {"name": "phase"}, "ms", "p50", "p95", "p99", "share")
+    operations, layers = found["operations"], found["layers"]
+    left = len(operations) - SHOWN
+    title = f"operations ({left} smaller ones are in the document)" if left > 0 else "operations"
+    _table(console, title, operations[:SHOWN], {"name": "operation"}, "phase", "ms", "calls", "share")
+    slowest = sorted(layers, key=lambda row: -(row["forward_ms"] + row["backward_ms"]))[:SLOWEST]
+    title = "layers" if len(layers) <= SLOWEST else f"the slowest of {len(layers)} layers"
+    _table(console, title, slowest, {}, "layer", "forward_ms", "backward_ms")
+    title = "hotspots: far above the mean of the same operation"
+    _table(console, title, found["hotspots"][:SHOWN], {"name": "where"}, "ms", "times_the_mean")
+    _table(console, "on other streams, beside the step", found["apart"], {"name": "what"}, "ms")
+    _table(console, "between steps", found["beside"], {"name": "what"}, "ms")
     for line in said(found):
         console.line(line)
 
 
-def _show_layers(console: Console, layers: list[dict[str, Any]]) -> None:
-    """All operations if they are few, otherwise the slowest."""
-    slowest = sorted(layers, key=lambda row: -(row["forward_ms"] + row["backward_ms"]))[:8]
-    rows = [[row["layer"], ms_text(row["forward_ms"]), ms_text(row["backward_ms"])] for row in slowest]
-    title = "layers" if len(layers) <= len(slowest) else f"the slowest of {len(layers)} layers"
-    console.table(title, ("layer", "forward ms", "backward ms"), rows)
+def _table(console: Console, title: str, rows: list[dict[str, Any]], first: dict[str, str], *names: str) -> None:
+    """Rows of the document. `first`: a key whose column has another title. No table where there are no rows."""
+    if rows:
+        columns = [*first.values(), *(name.replace("_", " ") for name in names)]
+        console.table(title, columns, [[_cell(name, row[name]) for name in (*first, *names)] for row in rows])
+
+
+def _cell(name: str, value: Any) -> str:
+    if name == "share":
+        return f"{100 * value:.1f}%"
+    if name == "times_the_mean":
+        return f"{value:.2f}"
+    return ms_text(value) if isinstance(value, float) else str(value)
 
 
 def said(found: dict[str, Any]) -> list[str]:
@@ -155,7 +154,3 @@ def said(found: dict[str, Any]) -> list[str]:
             f"{found['floor_share']:.0%} of that speed"
         )
     return [*lines, found["bottleneck"]]
-
-
-def _share(value: float) -> str:
-    return f"{100 * value:.1f}%"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -99,25 +99,21 @@ def _engine(config: Config, console: Console, resume: str | None, overrides: dic
 
     if not watch:
         return api.train(config, console=console, resume=resume, overrides=overrides)
-    from graftune.cli.train_page import training_page
+    from graftune.cli.train_page import TrainingPage
 
     folder = Path(resume or config.run.out or "runs/new").resolve()
     # The page shows all runs of the default folder; next to a folder of the user's choice there may be a whole disk.
-    with training_page(str(folder.parent if folder.parent.name == "runs" else folder), console) as page:
+    with closing(TrainingPage(str(folder.parent if folder.parent.name == "runs" else folder), console)) as page:
         return api.train(config, console=console, resume=resume, overrides=overrides, callbacks=(page,))
 
 
 def _interrupted(result: Any, console: Console, resume: str) -> None:
     folder = str(result.folder) if result.started or resume else ""
     console.result({"folder": folder, "steps": result.steps, "stopped": result.stopped})
-    again = f"go on with: graftune train --resume {_quoted(result.folder)}"
+    again = f"go on with: graftune train --resume {shlex.quote(str(result.folder))}"
     if result.started:
         console.note(f"stopped at step {result.steps}; {again}")
     elif resume:
         console.note(f"stopped before the first step; nothing was changed; {again}")
     else:
         console.note("stopped before the first step; nothing was written")
-
-
-def _quoted(path: Path) -> str:
-    return shlex.quote(str(path))

@@ -14,8 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from graftune.cli.watch import PORT
@@ -57,15 +55,6 @@ class TrainingPage:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-
-
-@contextmanager
-def training_page(folder: str, console: Console) -> Iterator[TrainingPage]:
-    page = TrainingPage(folder, console)
-    try:
-        yield page
-    finally:
-        page.close()
 
 
 def _free(port: int) -> int:

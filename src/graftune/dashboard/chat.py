@@ -36,19 +36,13 @@ class Chat:
     async def events(self, request: Request) -> AsyncIterator[str]:
         """The answer to a request, which is checked before anything is sent back."""
         asked = checked(await _body(request))
-        run = await asyncio.to_thread(self._found, asked["run"])
+        await asyncio.to_thread(self.runs.refresh)
+        run = await asyncio.to_thread(find_run, self.runs, asked["run"])
         if asked["checkpoint"] not in checkpoints(run.folder):
             raise HTTPException(404, "this run has no such checkpoint (any more); choose another one")
         if self.worker.busy.locked():
             raise HTTPException(429, "the model is answering another request; wait until it is done, or stop it")
         return self._answer(self._key(run, asked["checkpoint"]), asked)
-
-    def _found(self, key: str) -> WatchedRun:
-        try:
-            self.runs.refresh()
-            return self.runs.get(key)
-        except KeyError:
-            raise HTTPException(404, "there is no such run in the watched folder") from None
 
     def occupies_needed_gpu(self, key: Document) -> bool:
         """Whether an idle model may be on the GPU that a watched run needs. On a device of the user's choice it
@@ -71,6 +65,13 @@ class Chat:
         async with aclosing(self.worker.ask(key, request)) as answer:
             async for document in answer:
                 yield message({name: value for name, value in document.items() if name != "gone"})
+
+
+def find_run(runs: Runs, key: str) -> WatchedRun:
+    try:
+        return runs.get(key)
+    except KeyError:
+        raise HTTPException(404, "there is no such run in the watched folder") from None
 
 
 async def _body(request: Request) -> Any:

@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from graftune.dashboard import assets, streams
-from graftune.dashboard.chat import Chat
+from graftune.dashboard.chat import Chat, find_run
 from graftune.dashboard.preview import Previews
 from graftune.dashboard.reading import read_bytes
 from graftune.dashboard.runs import Runs, WatchedRun
@@ -70,7 +70,7 @@ class Server:
         raw = request.scope.get("raw_path") or request.scope["path"].encode()
         parts = raw.decode("latin-1").partition("?")[0].removeprefix("/api/runs/").split("/")
         view = parts.pop() if len(parts) > 1 and parts[-1] in VIEWS else ""
-        run = await asyncio.to_thread(self._found, unquote("/".join(parts)))
+        run = await asyncio.to_thread(find_run, self.runs, unquote("/".join(parts)))
         if view == "events":
             since = _whole(request, "since", 0) or 0
             return _stream(streams.log_events(self.runs, run, since, self.closing))
@@ -92,12 +92,6 @@ class Server:
     async def ask(self, request: Request) -> Response:
         """POST /api/chat."""
         return _stream(await self.chat.events(request))
-
-    def _found(self, key: str) -> WatchedRun:
-        try:
-            return self.runs.get(key)
-        except KeyError:
-            raise HTTPException(404, "there is no such run in the watched folder") from None
 
     def _details(self, run: WatchedRun) -> Response:
         self.runs.refresh()

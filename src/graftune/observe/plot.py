@@ -99,15 +99,8 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
 class LivePlot:
     """The plot of a run that is still training. `plot` writes it; a failure to write it does not stop the run."""
 
-    def __init__(
-        self,
-        plot: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
-        first: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`first` is called before every plot of a run that goes on; it starts the plotting process, because the memory
-        of a long log and the fonts opened by each thread would stay in this one."""
-        self._plot, self._clock, self._first = plot, clock, first
+    def __init__(self, plot: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._plot, self._clock = plot, clock
         self._last, self._took = clock(), 0.0
         self._thread: threading.Thread | None = None
 
@@ -116,7 +109,7 @@ class LivePlot:
         if self._clock() - self._last < max(EVERY, 100 * self._took) or (self._thread and self._thread.is_alive()):
             return
         self._last = self._clock()
-        self._first()
+        prepare()  # the memory of a long log, and the fonts opened by each thread, would stay in this process
         self._thread = threading.Thread(target=self._try, name="graftune-plot", daemon=True)
         self._thread.start()
 

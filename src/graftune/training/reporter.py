@@ -19,7 +19,7 @@ from graftune.errors import GraftuneError
 from graftune.observe.console import Console, WorkProgress
 from graftune.observe.events import EventLog
 from graftune.observe.memory import device_bytes, human_bytes
-from graftune.observe.plot import LivePlot, loss_plot, prepare
+from graftune.observe.plot import LivePlot, loss_plot
 from graftune.observe.speed import NOTHING, Amounts, Meter, compared, is_far
 from graftune.plan import Plan
 from graftune.session import Parts
@@ -211,7 +211,7 @@ class Reporter:
 
 
 def live_plot_of(folder: Path) -> LivePlot:
-    return LivePlot(lambda: loss_plot(folder / "metrics.jsonl", folder / "loss.png", folder.name), first=prepare)
+    return LivePlot(lambda: loss_plot(folder / "metrics.jsonl", folder / "loss.png", folder.name))
 
 
 def write_pictures(folder: Path, plot: LivePlot, warn: Callable[[str], None]) -> None:
