@@ -18,8 +18,9 @@ import pytest
 from graftune.data import parquet, readers, source, streams
 from graftune.data.dataset import prepare, split
 from graftune.data.row import Refusal, Row
-from graftune.data.source import digest_of, rows, sha256_of, sources
+from graftune.data.source import digest_of, rows, sources
 from graftune.errors import GraftuneError
+from graftune.io import digest
 from graftune.settings.config import Config, DataConfig
 from graftune.settings.sources import absolute, checked, entries, label
 from tests.data.helpers import CHATML, with_template
@@ -270,7 +271,7 @@ def test_weights(tmp_path: Path) -> None:
 
 def test_hash_of_several_files(folder: Path) -> None:
     one = sources(str(folder / "a.jsonl"))
-    assert digest_of(one) == sha256_of(folder / "a.jsonl")
+    assert digest_of(one) == digest.sha256([folder / "a.jsonl"])
     both = [str(folder / "a.jsonl"), str(folder / "b.jsonl")]
     kinds = [both, both[::-1], [{"path": both[0], "weight": 2}], [{"path": both[0], "map": {"text": "text"}}]]
     assert len({digest_of(sources(checked("data", kind))) for kind in kinds} | {digest_of(one)}) == 5

@@ -11,7 +11,7 @@ from tools import sample_data
 
 from graftune.data.sample import is_sample_hash, sample_path, score, score_all
 from graftune.data.sample.score import KEYS, TOPICS
-from graftune.data.source import sha256_of
+from graftune.io import digest
 
 
 def test_the_file_is_what_the_generator_writes() -> None:
@@ -86,6 +86,6 @@ def test_score_all() -> None:
 def test_the_sample_is_known_by_its_content(tmp_path: Path) -> None:
     copy = tmp_path / "mine.jsonl"
     copy.write_bytes(sample_path().read_bytes())
-    assert is_sample_hash(sha256_of(copy))
+    assert is_sample_hash(digest.sha256([copy]))
     copy.write_bytes(copy.read_bytes() + b"\n")
-    assert not is_sample_hash(sha256_of(copy))
+    assert not is_sample_hash(digest.sha256([copy]))

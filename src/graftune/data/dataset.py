@@ -10,13 +10,11 @@ rows, with their exact repeats, so that neither two turns of one conversation no
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import html
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,15 +23,14 @@ from graftune.batch import Example
 from graftune.data import cached
 from graftune.data.encoded import Examples, groups_of, short, stored_json
 from graftune.data.kind import ANSWERS, DataKind
-from graftune.data.memory import Lines
 from graftune.data.record import Message
+from graftune.data.row import Lines
 from graftune.data.row_encoder import CHUNK_ROWS, RowEncoder
-from graftune.data.source import Row, SourceFile, digest_of, rows, rows_of_lines, sources
+from graftune.data.source import SourceFile, digest_of, rows, sources
 from graftune.data.summary import Summary, nothing_usable
 from graftune.data.token_text import as_html
 from graftune.data.writer import NewExample, StoreWriter
 from graftune.errors import GraftuneError
-from graftune.io import digest
 from graftune.io.files import open_plain
 from graftune.observe.console import Console
 from graftune.settings.config import DataConfig
@@ -194,23 +191,23 @@ def prepare(
     def note(text: str) -> None:
         notes.setdefault(text, 0)
 
-    if isinstance(value, Lines):
-        data = _Input.of_lines(value, config, kind)
-    else:
-        data = _Input.of_files(value, config, note, kind)
+    files = sources(value, note)
+    path = "" if isinstance(value, Lines) else label(value)
+    shown, sha256 = path or "the records", digest_of(files)
 
     def write(writer: StoreWriter) -> dict[str, Any]:
-        encoder, total = RowEncoder(tokenizer, config, data.shown, kind), data.total()
+        encoder, total = RowEncoder(tokenizer, config, shown, kind), _rows_of(files)
         total = total if total > 2 * CHUNK_ROWS else 0  # what is done in a moment needs no bar
         with console.progress(total, label="encoding", unit="rows") if console else nullcontext() as bar:
-            for chunk in encoder.chunks(data.rows()):
+            for chunk in encoder.chunks(rows(files, config.map, note, kind.refusal_of_all, config.max_unpacked)):
                 writer.add(chunk.entries, chunk.details)
                 if bar is not None:
                     bar.update(encoder.summary.rows)
         encoder.summary.notes.update(notes)
         if not encoder.summary.examples:
-            raise nothing_usable(encoder.summary, data.shown)
-        data.check()
+            raise nothing_usable(encoder.summary, shown)
+        if digest_of(files) != sha256:
+            raise GraftuneError("was changed while it was being read", where=shown, fix="start again")
         encoder.summary.duplicates = writer.duplicates()
         return {"summary": encoder.summary.document(), "kind": kind.name}
 
@@ -218,66 +215,28 @@ def prepare(
         writer = StoreWriter(tokenizer.highest_id + 1)
         store = writer.in_memory(**write(writer))
     else:
-        key = cached.key_of([data.sha256, data.kinds], tokenizer, config, kind)
+        key = cached.key_of([sha256, [file.ending for file in files]], tokenizer, config, kind)
         found = cached.find(key)
         store, why = (found, "") if found is not None else cached.make(key, tokenizer.highest_id + 1, write)
         if why and console is not None:
             console.warn(f"encoded data cannot be kept in {cached.folder()} ({why}): the next start encodes it again")
     summary = store.summary()
     summary.notes = notes | summary.notes
-    return Dataset(Examples(store), summary, data.sha256, data.path, tokenizer)
-
-
-@dataclass(frozen=True)
-class _Input:
-    """Rows to encode, from files or from memory."""
-
-    path: str  # empty: in memory
-    shown: str  # what messages call it
-    sha256: str
-    kinds: list[str]  # how each file is read
-    rows: Callable[[], Iterator[Row]]
-    total: Callable[[], int]  # how many rows there are; 0 where only reading can tell
-    check: Callable[[], None] = lambda: None  # that it is still the same
-
-    @staticmethod
-    def of_files(value: DataValue, config: DataConfig, note: Callable[[str], None], kind: DataKind) -> _Input:
-        files, path = sources(value, note), label(value)
-        sha256 = digest_of(files, _digest)
-
-        def check() -> None:
-            if digest_of(files, _digest) != sha256:
-                raise GraftuneError("was changed while it was being read", where=path, fix="start again")
-
-        kinds = [_kind(file.path) for file in files]
-        read = functools.partial(rows, files, config.map, note, kind.refusal_of_all, config.max_unpacked)
-        return _Input(path, path, sha256, kinds, read, functools.partial(_rows_of, files), check)
-
-    @staticmethod
-    def of_lines(lines: Lines, config: DataConfig, kind: DataKind) -> _Input:
-        read = functools.partial(rows_of_lines, lines.lines, config.map, "the records", kind.refusal_of_all)
-        return _Input("", "the records", lines.sha256, [".jsonl"], read, lambda: len(lines.lines))
-
-
-def _digest(path: Path) -> str:
-    return digest.sha256([path])
+    return Dataset(Examples(store), summary, sha256, path, tokenizer)
 
 
 def _rows_of(files: Sequence[SourceFile]) -> int:
     """How many rows there are, for a progress bar; 0 where only reading can tell."""
-    if any(file.path.suffix.lower() not in (".jsonl", ".ndjson") for file in files):
+    if any(not file.ending.endswith((".jsonl", ".ndjson")) for file in files):
         return 0
     count = 0
     for one in files:
+        if one.records is not None:
+            return len(one.records.lines)
         with open_plain(one.path) as file:
             while piece := file.read(1 << 20):
                 count += piece.count(b"\n")
     return count
-
-
-def _kind(path: Path) -> str:
-    """How a file is read: by its endings."""
-    return "".join(path.suffixes[-2:]).lower()
 
 
 def split(dataset: Dataset, val_split: float, seed: int) -> tuple[Dataset, Dataset]:

@@ -53,14 +53,7 @@ def files_of(source: Source, note: Note) -> list[SourceFile]:
 
 
 def _described(path: Path, source: Source, shown: str) -> SourceFile:
-    try:
-        known = path.stat()
-    except OSError as error:
-        raise GraftuneError(
-            f"cannot be read ({error.strerror})", where=shown, fix="check the file's permissions"
-        ) from None
-    renamed = None if source.map is None else tuple(source.map.items())
-    return SourceFile(path, known.st_size, known.st_mtime_ns, shown, source.weight, renamed)
+    return SourceFile(path, shown, source.weight, None if source.map is None else tuple(source.map.items()))
 
 
 def check_file(path: str | Path) -> Path:

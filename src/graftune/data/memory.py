@@ -8,16 +8,14 @@ lines go through the same checks, counts and digests as those of a file.
 from __future__ import annotations
 
 import atexit
-import functools
-import hashlib
 import json
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from graftune.data.row import Lines
 from graftune.errors import GraftuneError
 from graftune.io.files import prune_folder, write_file
 from graftune.io.user_cache import cache_folder
@@ -27,21 +25,6 @@ from graftune.settings.sources import DataValue
 Records = Iterable[Mapping[str, Any]]
 Data = str | os.PathLike[str] | Records  # what the Python verbs take: a path, a Hub name, or records
 LIMIT = 4 << 30  # bytes of all records that are kept; those used longest ago go first
-
-
-@dataclass(frozen=True)
-class Lines:
-    """Records as JSON lines."""
-
-    lines: list[str]
-
-    @functools.cached_property
-    def content(self) -> bytes:
-        return ("\n".join(self.lines) + "\n").encode("utf-8", "surrogatepass")
-
-    @functools.cached_property
-    def sha256(self) -> str:
-        return hashlib.sha256(self.content).hexdigest()
 
 
 def as_given(data: Data | DataValue, verb: str = "") -> DataValue | Lines:

@@ -30,6 +30,9 @@ WRAPPERS = ("data", "train", "rows", "examples", "records", "instances", "items"
 
 def read(file: SourceFile, note: Note, max_unpacked: float = MAX_UNPACKED) -> Numbered:
     """Every row of a file, in order; `max_unpacked` is the setting's, in GiB."""
+    if file.records is not None:
+        yield from enumerate(map(parsed, file.records.lines), 1)
+        return
     kind = format_of(file.path)
     if kind == ".parquet":
         from graftune.data.parquet import read_parquet

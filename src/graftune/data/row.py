@@ -5,9 +5,13 @@ Apart from the readers, so that recognition (columns, turns) and reading do not 
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from graftune.io import digest
 
 LONGEST_QUOTE = 60
 
@@ -37,15 +41,38 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Lines:
+    """Records in memory as JSON lines."""
+
+    lines: list[str]
+
+    @functools.cached_property
+    def content(self) -> bytes:
+        return ("\n".join(self.lines) + "\n").encode("utf-8", "surrogatepass")
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+
+@dataclass(frozen=True)
 class SourceFile:
-    """One file to read. All fields but `shown` decide what the rows are; size and mtime_ns tell a changed file."""
+    """One file to read, or records in memory. All fields but `shown` decide what the rows are."""
 
     path: Path
-    size: int
-    mtime_ns: int
-    shown: str
+    shown: str  # its name in messages
     weight: float = 1.0
     map: tuple[tuple[str, str], ...] | None = None  # its source's own renaming of columns; None: the settings'
+    records: Lines | None = None  # read in place of a file
+
+    @property
+    def sha256(self) -> str:
+        return self.records.sha256 if self.records is not None else digest.sha256([self.path])
+
+    @property
+    def ending(self) -> str:
+        """The ending of its name, which says how it is read, with that of a compression."""
+        return "".join(self.path.suffixes[-2:]).lower()
 
 
 def quoted(value: object) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,14 @@ import numpy as np
 
 from graftune.data.columns import ANSWERS, ASKS, CHATS, KNOWN, SYSTEMS, TARGETS, WEIGHT, normal, refusal_of_all
 from graftune.data.find import check_file, files_of
-from graftune.data.readers import parsed, read
-from graftune.data.row import Refusal, Row, SourceFile, quoted, type_name
+from graftune.data.readers import read
+from graftune.data.row import Lines, Refusal, Row, SourceFile, quoted, type_name
 from graftune.data.streams import MAX_UNPACKED
 from graftune.errors import GraftuneError
-from graftune.io.files import open_plain
 from graftune.settings.sources import DataValue, entries
 
 __all__ = [
-    "Refusal", "Row", "SourceFile", "check_file", "digest_of", "rows", "rows_of_lines", "sha256_of", "sources",
-    "type_name",
+    "Refusal", "Row", "SourceFile", "check_file", "digest_of", "rows", "sources", "type_name",
 ]  # fmt: skip
 
 LOOKED_AT = 100  # rows of a file, before the first is handed out
@@ -41,8 +39,10 @@ def _silent(text: str) -> None:
     pass
 
 
-def sources(data: DataValue, note: Note = _silent) -> list[SourceFile]:
+def sources(data: DataValue | Lines, note: Note = _silent) -> list[SourceFile]:
     """The files that `data` names, in order; GraftuneError where there are none."""
+    if isinstance(data, Lines):
+        return [SourceFile(Path("records.jsonl"), "the records", records=data)]
     return [file for source in entries(data) for file in files_of(source, note)]
 
 
@@ -61,36 +61,17 @@ def rows(
         renaming = dict(file.map) if file.map is not None else dict(map or {})
         counts = _counts(file.weight)
         number = 0
-        for number, value in _checked(
-            _renamed(read(file, note, max_unpacked), renaming, file.shown), file.shown, refused
-        ):
+        for number, value in _renamed(read(file, note, max_unpacked), renaming, file.shown, refused):
             times = next(counts)
             if times:
                 yield Row(number, value, shown, before + number, times)
         before += number
 
 
-def rows_of_lines(
-    lines: Iterable[str],
-    map: Mapping[str, str],
-    shown: str,
-    refused: Callable[[dict[str, Any]], GraftuneError | None] = refusal_of_all,
-) -> Iterator[Row]:
-    """Likewise of lines of JSON in memory, which messages call `shown`."""
-    numbered = ((number, parsed(line)) for number, line in enumerate(lines, 1))
-    for number, value in _checked(_renamed(numbered, dict(map), shown), shown, refused):
-        yield Row(number, value, key=number)
-
-
-def sha256_of(path: str | Path) -> str:
-    with open_plain(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def digest_of(files: Sequence[SourceFile], sha256: Callable[[Path], str] = sha256_of) -> str:
+def digest_of(files: Sequence[SourceFile]) -> str:
     """What the data is: the file's own hash where it is one file with weight 1 and no map of its own, otherwise a hash
     over those of all."""
-    hashes = [sha256(file.path) for file in files]
+    hashes = [file.sha256 for file in files]
     if len(files) == 1 and files[0].weight == 1 and files[0].map is None:
         return hashes[0]
     parts = [[sha, file.weight, file.map] for sha, file in zip(hashes, files, strict=True)]
@@ -115,9 +96,20 @@ def _counts(weight: float) -> Iterator[int]:
 Numbered = Iterator[tuple[int, dict[str, Any] | Refusal]]
 
 
-def _checked(numbered: Numbered, shown: str, refused: Callable[[dict[str, Any]], GraftuneError | None]) -> Numbered:
-    """Refuses a file by its first rows if it is made for other losses."""
+def _renamed(
+    numbered: Numbered,
+    renaming: dict[str, str],
+    shown: str,
+    refused: Callable[[dict[str, Any]], GraftuneError | None],
+) -> Numbered:
+    """Rows with the columns of `map` under the names that it gives them. The first rows are looked at before any is
+    handed out: a file that lacks a column of the map, or is made for other losses, is refused."""
     first = list(itertools.islice(numbered, LOOKED_AT))
+    if renaming:
+        renaming = _checked_map(renaming, first, shown)
+        hidden = _hidden(set(renaming))
+        first = [(number, _rename(value, renaming, hidden)) for number, value in first]
+        numbered = ((number, _rename(value, renaming, hidden)) for number, value in numbered)
     for _, value in first:
         error = None if isinstance(value, Refusal) else refused(value)
         if error is not None:
@@ -126,24 +118,17 @@ def _checked(numbered: Numbered, shown: str, refused: Callable[[dict[str, Any]],
     yield from numbered
 
 
-def _renamed(numbered: Numbered, renaming: dict[str, str], shown: str) -> Numbered:
-    """Rows with the columns of `map` under the names that it gives them."""
-    if not renaming:
-        yield from numbered
-        return
+def _checked_map(renaming: dict[str, str], first: Sequence[tuple[int, Any]], shown: str) -> dict[str, str]:
+    """The map by normal names of its targets, which `first` rows have all columns of."""
     unknown = [target for target in renaming if normal(target) not in TARGETS]
     if unknown:
         raise GraftuneError(f"map: there is no field {unknown[0]!r}", fix=f"a map names {', '.join(TARGETS)}")
-    renaming = {normal(target): column for target, column in renaming.items()}
-    first = list(itertools.islice(numbered, LOOKED_AT))
     found = list(dict.fromkeys(name for _, value in first if isinstance(value, dict) for name in value))
     missing = [column for column in renaming.values() if column not in found]
     if missing and found:
         listed = ", ".join(quoted(name) for name in found[:20]) + (", ..." if len(found) > 20 else "")
         raise GraftuneError(f"map: there is no column {quoted(missing[0])}", where=shown, fix=f"it has {listed}")
-    hidden = _hidden(set(renaming))
-    for number, value in itertools.chain(first, numbered):
-        yield number, _rename(value, renaming, hidden)
+    return {normal(target): column for target, column in renaming.items()}
 
 
 def _hidden(targets: set[str]) -> Callable[[str], bool]:

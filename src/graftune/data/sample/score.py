@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from graftune.data.source import sha256_of
+from graftune.io import digest
 
 TOPICS = ("refund", "delivery", "damage", "cancel")
 KEYS = ("topic", "order", "urgent")
@@ -88,4 +88,4 @@ def sample_path() -> Path:
 
 def is_sample_hash(sha256: str) -> bool:
     """Whether data of this digest is the bundled one, under whatever name."""
-    return sha256 == sha256_of(sample_path())
+    return sha256 == digest.sha256([sample_path()])
