@@ -120,10 +120,10 @@ def run(case: Case, job: Job, plan: Plan) -> dict[str, Any]:
 def answer(session: Session, job: Job, row: list[int]) -> None:
     """As a run answers its samples."""
     from graftune.infer.sample import Sampling
+    from graftune.session import text
 
-    session.parts.continued(
-        [row[:length] for length in job.asked], Sampling(max_new_tokens=job.config.run.sample_tokens), ()
-    )
+    prompts = [row[:length] for length in job.asked]
+    text.sampled(session.parts, prompts, Sampling(max_new_tokens=job.config.run.sample_tokens))
 
 
 def memory_of(device: torch.device) -> dict[str, int]:

@@ -42,7 +42,7 @@ from graftune.step.accumulator import Accumulator
 from graftune.step.evaluate import EvalResult
 from graftune.step.scaler import LossScaler
 from graftune.training import launch
-from graftune.training.planning import plan_session
+from graftune.training.prepare import plan_session
 from graftune.training.trainer import TrainResult
 from graftune.weights.adapter import is_adapter, load_adapter
 

@@ -115,7 +115,7 @@ def find_base(adapter: Adapter) -> str:
 
 
 @dataclass(frozen=True)
-class State:
+class RunCheckpoint:
     """The trained weights of a run at one of its steps."""
 
     run: Path
@@ -131,7 +131,7 @@ class State:
         return self.config.train.method != "lora"
 
 
-def find_state(target: str) -> State | None:
+def find_state(target: str) -> RunCheckpoint | None:
     """The state that a target names; None if it names something else, a run with its adapter among them."""
     run, which = split(target)
     if not is_run(run):
@@ -149,7 +149,7 @@ def split(target: str) -> tuple[Path, str]:
     return Path(found[1]).expanduser(), found[2]
 
 
-def _opened(run: Path, which: str) -> State:
+def _opened(run: Path, which: str) -> RunCheckpoint:
     root = run / "checkpoints"
     for _ in range(TRIES):
         found = checkpoint.steps(root)
@@ -162,7 +162,7 @@ def _opened(run: Path, which: str) -> State:
             weights, identity = _weights(found[step])
         except FileNotFoundError:  # deleted since it was listed
             continue
-        return State(
+        return RunCheckpoint(
             run, Config.of_run(run), step, name, root / f"step-{step}", weights, str(identity.get("base", ""))[:64]
         )
     raise GraftuneError("its checkpoints are gone before they can be read", where=str(run), fix="try again")
@@ -205,7 +205,7 @@ def _weights(path: Path) -> tuple[torch.Tensor, checkpoint.Identity]:
     return weights, checkpoint.read_state(path)[1]
 
 
-def open_state(state: State, settings: dict[str, Any]) -> Session:
+def open_state(state: RunCheckpoint, settings: dict[str, Any]) -> Session:
     """The model at that step. `settings` go before the run's own, which say nothing of this machine."""
     stored = state.config.nested()
     base = {name: value for name, value in stored["base"].items() if name not in _HERE}
@@ -221,14 +221,14 @@ def open_state(state: State, settings: dict[str, Any]) -> Session:
     return session
 
 
-def state_base(state: State, base: str = "", revision: str = "") -> Base:
+def state_base(state: RunCheckpoint, base: str = "", revision: str = "") -> Base:
     """The run's base, of which headers are read, with the run's template."""
     config, start = state.config, Path(state.config.lora.adapter or ".")
     opened = open_base(base or config.base.base, revision or config.base.revision)
     return with_template(opened, config, load_adapter(start) if config.lora.adapter and is_adapter(start) else None)
 
 
-def state_adapter(state: State, base: Base, any_base: bool = False) -> Adapter:
+def state_adapter(state: RunCheckpoint, base: Base, any_base: bool = False) -> Adapter:
     """The adapter at that step, as a session has it, with no weight of the base loaded but the table that new tokens
     follow."""
     if state.trains_all:
@@ -261,7 +261,7 @@ def state_adapter(state: State, base: Base, any_base: bool = False) -> Adapter:
     )
 
 
-def _check(state: State, base: Base, arena: Arena, any_base: bool) -> None:
+def _check(state: RunCheckpoint, base: Base, arena: Arena, any_base: bool) -> None:
     where = f"{state.run}@step-{state.step}"
     if not any_base and state.base_sha256 and state.base_sha256 != base.sha256:
         raise GraftuneError(

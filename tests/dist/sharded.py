@@ -26,7 +26,7 @@ from graftune.model.bundles import Home
 from graftune.model.lora import build_arena, initialise
 from graftune.ranks import from_environment
 from graftune.runtime import resolve
-from graftune.session import Session, open_session
+from graftune.session import Session, open_session, text
 from graftune.step.evaluate import evaluate
 from graftune.step.step import Step
 from graftune.weights import gguf_io, names, safetensors_io
@@ -37,7 +37,7 @@ from tests.support import oracle, quantised, tiny
 from tests.weights import tiny_gguf
 
 LORA = LoraConfig(rank=4, alpha=8.0)
-LAYERS, WIDTH, VOCAB = 26, 128, 259
+LAYERS, WIDTH, FFN, VOCAB = 26, 128, 128, 259
 CASES = {  # model, base_dtype; products in fp32, which every CPU has units for
     "fp32": ("folder", "fp32"),
     "bf16": ("folder", "bf16"),
@@ -55,18 +55,18 @@ def write_models(folder: Path) -> None:
     (folder / "folder").mkdir()
     save_file(values, folder / "folder" / "model.safetensors")
     config = {
-        **{"model_type": "llama", "hidden_size": WIDTH, "intermediate_size": 128, "num_hidden_layers": LAYERS},
+        **{"model_type": "llama", "hidden_size": WIDTH, "intermediate_size": FFN, "num_hidden_layers": LAYERS},
         **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": WIDTH // 4, "vocab_size": VOCAB},
         **{"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 256, "tie_word_embeddings": False},
     }
     (folder / "folder" / "config.json").write_text(json.dumps(config))
     tiny.make_tokenizer().save(folder / "folder")
-    _write_gguf(folder / "blocks.gguf", values, shape.ffn)
+    _write_gguf(folder / "blocks.gguf", values)
 
 
-def _write_gguf(path: Path, values: dict[str, torch.Tensor], ffn: int) -> None:
+def _write_gguf(path: Path, values: dict[str, torch.Tensor]) -> None:
     keys: dict[str, Any] = {
-        **{"context_length": 256, "embedding_length": WIDTH, "block_count": LAYERS, "feed_forward_length": ffn},
+        **{"context_length": 256, "embedding_length": WIDTH, "block_count": LAYERS, "feed_forward_length": FFN},
         **{"attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": WIDTH // 4},
         **{"attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 10000.0},
     }
@@ -142,8 +142,8 @@ def settings(folder: Path, **more: Any) -> Config:
 def said(session: Session) -> dict[str, Any]:
     """What a session finds of data, and says: an evaluation is divided among ranks, an answer is every rank's."""
     rows = [{"prompt": "ab", "response": "cdef"}, {"prompt": "x", "response": "yz"}]
-    answer = session.parts.continued([[5, 6, 7], [8]], Sampling(max_new_tokens=4, temperature=0.0), ())
-    return {"loss": session.evaluate(rows).loss, "answer": answer}
+    answer = text.sampled(session.parts, [[5, 6, 7], [8]], Sampling(max_new_tokens=4, temperature=0.0))
+    return {"loss": session.evaluate(rows).loss, "answer": [one.tokens for one in answer]}
 
 
 def main(place: str) -> int:

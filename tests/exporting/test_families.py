@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from graftune.api import export
 from graftune.errors import GraftuneError
-from graftune.infer.generate import generate
 from graftune.infer.sample import Sampling
 from graftune.weights.model import hf_config, save_model
 from tests.exporting import models
 from tests.exporting.judges import LlamaCpp, gap, opened, ours
 from tests.parity.test_full import examples, named, relative, transformers_logits, whole
 from tests.support import oracle, tiny
+from tests.support.generate import generate
 
 FAMILIES = [*tiny.FAMILIES, "llama-untied", "phi3-far", "olmo3-yarn"]  # mixtures: tests/exporting/test_moe.py
 PROMPT = [200, 5, 5, 18, 77, 150, 31, 8, 8, 64, 12, 90]

@@ -11,10 +11,10 @@ import torch
 from graftune.api import Session
 from graftune.errors import GraftuneError
 from graftune.exporting.write import export
-from graftune.infer.generate import generate
 from graftune.infer.sample import Sampling
 from tests.exporting import judges, models
 from tests.support import moe
+from tests.support.generate import generate
 
 VARIANTS = ("qwen3_moe", "mixtral")
 

@@ -16,13 +16,13 @@ import torch
 
 from graftune.api import Session, export, train
 from graftune.data import sample
-from graftune.infer.generate import generate
 from graftune.infer.sample import Sampling
 from graftune.model.decoder import PackedDocuments
 from graftune.observe.console import Console
 from graftune.settings.config import Config
 from tests.exporting.judges import LlamaCpp, opened
 from tests.support import oracle
+from tests.support.generate import generate
 from tests.support.thorough import THOROUGH
 
 QUESTIONS = ("My parcel has not arrived.", "I was charged twice this month.")[: 2 if THOROUGH else 1]

@@ -15,11 +15,12 @@ import graftune
 from graftune.errors import GraftuneError
 from graftune.infer import generate as generating
 from graftune.infer.cache import Cache, CacheSize, Decode, Prefill
-from graftune.infer.generate import TokenStep, generate, in_groups
+from graftune.infer.generate import TokenStep, in_groups
 from graftune.infer.sample import Sampling, choose
 from graftune.model.families import from_config
 from graftune.model.mixers.attention import KeyValues
 from tests.support import oracle, quantised, tiny
+from tests.support.generate import generate
 
 PROMPTS = [[40, 7, 99], [3], [200, 5, 5, 18, 77, 150, 31, 8, 8, 64, 12, 90], [11, 250, 6, 4, 30, 21]]
 FAMILIES = (

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from graftune.errors import GraftuneError
-from graftune.infer.generate import generate
 from graftune.infer.sample import Sampling, choose
 from tests.support import oracle
+from tests.support.generate import generate
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 

@@ -16,7 +16,6 @@ from torch.nn.functional import cross_entropy, silu
 
 from graftune.batch import Example
 from graftune.data.pack import pack
-from graftune.infer.generate import generate
 from graftune.infer.sample import Sampling
 from graftune.model.context import PassContext
 from graftune.model.feed_forward.gated import GatedSpec
@@ -34,6 +33,7 @@ from graftune.step.step import Step
 from graftune.weights.load import build_decoder
 from graftune.weights.placement import Placement
 from graftune.weights.synthetic import random_base
+from tests.support.generate import generate
 from tests.support.oracle import Ours
 
 CPU = torch.device("cpu")

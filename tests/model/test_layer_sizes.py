@@ -18,7 +18,6 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from graftune.batch import Example
 from graftune.errors import GraftuneError
 from graftune.exporting.gguf_keys import model_keys
-from graftune.infer.generate import generate
 from graftune.infer.sample import Sampling
 from graftune.model.feed_forward.gated import GatedSpec
 from graftune.model.frozen.tensor_rows import TensorRows
@@ -34,6 +33,7 @@ from graftune.weights.base import Base, _checked_spec, open_base
 from graftune.weights.model import hf_config
 from tests.plan.test_plan import setup, spec
 from tests.support import oracle, specs, tiny
+from tests.support.generate import generate
 from tests.support.real_rehearsal import rehearse_real
 
 LORA = LoraConfig(rank=4, alpha=10.0, targets=("all_linear",))

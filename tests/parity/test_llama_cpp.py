@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from graftune.infer.generate import generate
 from graftune.infer.sample import Sampling
 from graftune.model.decoder import PackedDocuments
 from tests.support import oracle
+from tests.support.generate import generate
 from tests.support.thorough import THOROUGH
 
 # Two sets of prompts, and both are judged. OPEN is the one we started with. SmolLM2 is so often undecided on it that

@@ -16,7 +16,6 @@ from graftune.api import train
 from graftune.batch import Example
 from graftune.data.pack import pack
 from graftune.errors import GraftuneError
-from graftune.infer.generate import generate
 from graftune.infer.sample import Sampling
 from graftune.model.lora import build_arena
 from graftune.observe.console import Console
@@ -24,6 +23,7 @@ from graftune.settings.config import Config, LoraConfig, expand_targets
 from graftune.step.step import Step
 from graftune.weights import experts, names
 from tests.support import moe, oracle, tiny
+from tests.support.generate import generate
 from tests.training.runs import write_data
 
 LORAS = [

@@ -12,7 +12,7 @@ from tools.api_docs import RESULTS, members
 import graftune
 from graftune.batch import PackedBatch
 from graftune.data.pack import pack
-from graftune.training import planning
+from graftune.training import prepare
 
 ROWS = [{"prompt": f"Say {i}", "response": f"It is {i}."} for i in range(12)]
 
@@ -56,8 +56,8 @@ def test_a_longer_example_is_said(opened):
 
 def test_an_evaluation_is_planned_for(opened, monkeypatch):
     jobs = []
-    real = planning.resolve_auto
-    monkeypatch.setattr(planning, "resolve_auto", lambda job: jobs.append(job) or real(job))
+    real = prepare.resolve_auto
+    monkeypatch.setattr(prepare, "resolve_auto", lambda job: jobs.append(job) or real(job))
     session = opened()
     next(session.batches(session.prepare(ROWS)))
     assert [job.evaluates for job in jobs] == [True]

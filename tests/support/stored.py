@@ -20,14 +20,13 @@ from benchmarks.cases import SCALES
 
 from graftune.batch import Example
 from graftune.data.loader import Loader
-from graftune.kernels.adamw import Hyper
 from graftune.kernels.gguf_dequant import KINDS, row_bytes
 from graftune.model.lora import build_arena, initialise, norm_names
 from graftune.model.spec import ModelSpec
 from graftune.runtime import resolve
 from graftune.settings.config import LoraConfig, OptimConfig
 from graftune.step.pipeline import HostLoop
-from graftune.step.schedule import learning_rate
+from graftune.step.schedule import hyperparameters, learning_rate
 from graftune.step.step import Step
 from graftune.tokenizer import Tokenizer
 from graftune.weights.base import Base
@@ -109,7 +108,7 @@ def losses(
     loader = Loader(examples(), tokens_per_step=tokens, micro_capacity=32, seed=SEED, fixed=False)
     for epoch in range(STEPS):
         for number, batches in enumerate(loader.epoch(epoch)):
-            hyper = {name: getattr(OPTIM, name) for name in Hyper._fields if name != "divisor"}
+            hyper = hyperparameters(OPTIM)
             hyper |= {"lr": learning_rate(len(found), STEPS, OPTIM), "divisor": loader.divisor(epoch, number)}
             loop.step(batches, hyper, [4096 * len(found) + place for place in range(len(batches))])
             found.append(loop.next().loss)

@@ -90,10 +90,10 @@ def test_the_resolved_alpha_is_what_is_stored_everywhere(tiny_folder, data, tmp_
         path = export(str(first.folder), to, out=str(tmp_path / name)).path
         assert load_adapter(path).lora.alpha == 16
     other = graftune.open(str(tiny_folder("llama")), rank=8, alpha=32)
-    assert (other.lora.alpha, other.config.lora.alpha) == (32, 32)
+    assert (other.parts.lora.alpha, other.config.lora.alpha) == (32, 32)
     other.save(tmp_path / "other")
     again = graftune.open(str(tiny_folder("llama")), adapter=str(tmp_path / "other"), rank=8)  # asks for no alpha
-    assert (again.lora.alpha, again.config.lora.alpha) == (32, 32)
+    assert (again.parts.lora.alpha, again.config.lora.alpha) == (32, 32)
     with pytest.raises(GraftuneError, match=r"alpha is 16\.0 and the adapter's is 32\.0"):
         graftune.open(str(tiny_folder("llama")), adapter=str(tmp_path / "other"), alpha=16)
 

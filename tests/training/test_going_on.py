@@ -30,7 +30,7 @@ from graftune.settings.config import Config
 from graftune.step.pipeline import HostLoop
 from graftune.step.schedule import learning_rate
 from graftune.tokenizer import template
-from graftune.training import checkpoints, prepare, reporter, resume, start
+from graftune.training import checkpoints, prepare, reporter, resume
 from graftune.training.samples import Question, Questions
 from graftune.weights import checkpoint
 from graftune.weights.base import open_base
@@ -427,10 +427,10 @@ def test_another_machine_is_said_and_not_refused(finished: Path, tmp_path: Path)
     assert len(said) == 1 and f"torch was 2.11.0 and is {here[1]}" in said[0] and "the run goes on" in said[0]
     assert f"device was x86_64 CPU, 64 threads, products in fp32 and is {here[0]}" in said[0]
     assert adapter_bytes(run) == adapter_bytes(finished)
-    assert start.changed_since({"torch": "2.13.0"}, [{"event": "run_start"}]) == "", "an older version did not note it"
+    assert resume.changed_since({"torch": "2.13.0"}, [{"event": "run_start"}]) == "", "an older version did not note it"
     since = [{"event": "run_start", "torch": "2"}, {"event": "resume", "torch": "3"}]
-    assert start.changed_since({"torch": "3"}, since) == ""
-    forged = start.changed_since({"torch": "3"}, [{"event": "run_start", "torch": "2\nall is well"}])
+    assert resume.changed_since({"torch": "3"}, since) == ""
+    forged = resume.changed_since({"torch": "3"}, [{"event": "run_start", "torch": "2\nall is well"}])
     assert "torch was 2 all is well and is 3" in forged, "a line of somebody's log forges none of ours"
 
 
@@ -443,7 +443,7 @@ def test_the_same_device_is_no_change_however_it_was_chosen(finished: Path, tmp_
     here = next(event["device"] for event in read_events(log) if event["event"] == "resume")
     assert here.endswith(", products in fp32"), "without the reason"
     other = [{"event": "run_start", "device": f"{here} (asked for)".replace("fp32", "bf16")}]
-    assert "products in bf16 (asked for) and is" in start.changed_since({"device": here}, other)
+    assert "products in bf16 (asked for) and is" in resume.changed_since({"device": here}, other)
 
 
 def test_another_gpu_is_the_same_kind_of_device(finished: Path, tmp_path: Path) -> None:

@@ -50,9 +50,6 @@ class Noting(Hook):
         assert math.isfinite(result.loss)
         self.calls.append(("evaluated", state.progress.step))
 
-    def last_step(self, state: RunState) -> None:
-        self.calls.append("last step")
-
     def stop(self, state: RunState) -> None:
         self.calls.append("stop")
 
@@ -70,7 +67,7 @@ def test_a_hook_is_called_at_each_point_of_a_run(tiny_folder, tmp_path: Path, mo
     config = settings(tiny_folder("llama-shallow"), tmp_path / "run", max_steps=3, eval_every=0, samples=0)
     result = train(config, console=Console(quiet=True))
     steps = [("sent", 1), ("done", 1), ("sent", 2), ("done", 2), "run", ("sent", 3), ("done", 3)]
-    ends = [("evaluated", 3), "last step", "stop", "finish", "close"]
+    ends = [("evaluated", 3), "stop", "finish", "close"]
     assert noting.calls == ["start", ("evaluated", 0), *steps, *ends]
     assert result.summary["noted"] == len(noting.calls) - 1
 

@@ -23,6 +23,7 @@ from graftune.observe.console import Console
 from graftune.observe.events import read_events
 from graftune.observe.speed import Meter
 from graftune.ranks import Ranks
+from graftune.session import text
 from graftune.session.parts import Parts
 from graftune.step.pipeline import HostLoop
 from graftune.training.checkpoints import Checkpoints
@@ -63,7 +64,8 @@ def test_what_takes_too_long_after_a_signal_is_given_up(
 
             patch.setattr(HostLoop, "micro", micro)
         else:
-            patch.setattr(Parts, "evaluated" if phase == "evaluation" else "continued", asked_to_stop_and_hangs)
+            place = (Parts, "evaluated") if phase == "evaluation" else (text, "sampled")
+            patch.setattr(*place, asked_to_stop_and_hangs)
         config = settings(
             tiny_folder("llama-shallow"), tmp_path / "run", max_steps=4, samples=1, stop_within=0.05, save_every=0
         )

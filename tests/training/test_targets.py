@@ -36,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_folder) -> Path:
 
 
 def weights(name: str | Path, **more: Any) -> torch.Tensor:
-    return graftune.open(str(name), device="cpu", compute_dtype="fp32", **more).arena.weights
+    return graftune.open(str(name), device="cpu", compute_dtype="fp32", **more).parts.arena.weights
 
 
 def stored(run: Path, step: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from graftune.errors import GraftuneError
 from graftune.exporting.merge import Weighted
 from graftune.observe.events import number, read_events
 from graftune.run_folder import (
-    State,
+    RunCheckpoint,
     adapter_folder,
     find_base,
     find_state,
@@ -86,7 +86,7 @@ def find(target: str, base: str, revision: str, add: Sequence[str], any_base: bo
 
 
 def _of_state(
-    state: State, weight: float, base: str, revision: str, add: Sequence[str], any_base: bool
+    state: RunCheckpoint, weight: float, base: str, revision: str, add: Sequence[str], any_base: bool
 ) -> ExportSource:
     """A run at one of its checkpoints, with the run's template and settings."""
     opened = state_base(state, base, revision)

@@ -6,7 +6,7 @@ step to the next token is captured in a graph: launched kernel by kernel it woul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,28 +21,6 @@ from graftune.model.decoder import Decoder
 class Token(NamedTuple):
     id: int
     logprob: float | None = None  # of the model's own distribution: temperature, top-k and top-p left out
-
-
-def generate(
-    decoder: Decoder,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    stop_ids: Sequence[int],
-    *,
-    adapted: bool = True,
-    backend: str = "cpu",
-    on_tokens: Callable[[dict[int, int]], None] = lambda new: None,
-) -> list[list[int]]:
-    """Continuations without their stop token. `backend` is the attention that reads the prompts; `on_tokens` gets
-    {prompt: token} after every round, stop tokens too."""
-    stops = set(stop_ids) | set(sampling.stop_ids)
-    answers: list[list[int]] = [[] for _ in prompts]
-    for fresh in rounds(decoder, prompts, sampling, stop_ids, adapted=adapted, backend=backend):
-        on_tokens({index: token.id for index, token in fresh.items()})
-        for index, token in fresh.items():
-            if token.id not in stops:
-                answers[index].append(token.id)
-    return answers
 
 
 def rounds(

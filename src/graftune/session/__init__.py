@@ -1,15 +1,14 @@
 """A base with adapters, ready to step, evaluate and sample: the one place where these parts are wired.
 
 opening.py     a Session from a configuration
-parts.py       the parts: decoder, step, pipeline, loader
+parts.py       the parts: decoder, step, pipeline, loader; and how they are saved
 session.py     the verbs of the Python API
-feed.py        the batches of a session
-stepping.py    what the verbs take and return: batches and figures
-state.py       a session on disk, to resume from
+batches.py     the batches of a session and the figures of its steps
 text.py        samples and log-probabilities
 arguments.py   checks of what the verbs are given
 """
 
+from graftune.session.batches import Batch, StepStats
 from graftune.session.opening import (
     attention_for,
     check_base,
@@ -20,7 +19,6 @@ from graftune.session.opening import (
 )
 from graftune.session.parts import Parts, loader_of
 from graftune.session.session import Session
-from graftune.session.stepping import Batch, StepStats
 from graftune.session.text import Sample
 
 __all__ = [

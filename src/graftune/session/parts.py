@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,8 +22,7 @@ from graftune.dist.reduce import GradientReduce
 from graftune.dist.world import World
 from graftune.errors import GraftuneError
 from graftune.infer.cache import CacheSize
-from graftune.infer.generate import cache_capacity, final_lengths_of, generate, in_groups
-from graftune.infer.sample import Sampling
+from graftune.infer.generate import cache_capacity, final_lengths_of, in_groups
 from graftune.kernels import attention, launch, rehearsal
 from graftune.kernels.attention import Choice
 from graftune.losses import CrossEntropy, Loss, choose
@@ -40,14 +39,29 @@ from graftune.step.evaluate import EvalResult, evaluate
 from graftune.step.pipeline import BaseLoop, pipeline_for
 from graftune.step.step import Step
 from graftune.tokenizer import Tokenizer
+from graftune.weights import checkpoint, safetensors_io
 from graftune.weights.adapter import save_adapter
 from graftune.weights.base import Base
+from graftune.weights.checkpoint import Progress
 from graftune.weights.load import build_decoder
 from graftune.weights.model import save_model
 from graftune.weights.placement import Placement
 
 UNPLANNED = 1024  # tokens of a micro-batch where memory is not planned
 CACHED = 8192  # where no step was planned, the cache may take as much memory as a step of so many tokens
+
+
+# Settings that decide the batches of a session; its saved state has them.
+RESOLVED = ("recompute", "tokens_per_micro_batch", "tokens_per_step", "seed")
+
+
+@dataclass(frozen=True)
+class DataPosition:
+    """The position of a session in its data: so many steps of `epoch` are done."""
+
+    epoch: int = 0
+    step: int = 0
+    data: str = ""  # digest
 
 
 def loader_of(
@@ -252,32 +266,6 @@ class Parts:
             **({} if self.world is None else {"gather": self.world.gather}),
         )
 
-    def continued(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        stop_ids: Sequence[int],
-        *,
-        adapted: bool = True,
-        on_progress: Callable[[int], None] = lambda done: None,
-    ) -> list[list[int]]:
-        """Prompts as tokens -> the tokens that follow each, without the one that stops it. `on_progress` is called
-        after every token with the number of prompts that are done."""
-        found: list[list[int]] = []
-        for group in self.groups_of(prompts, sampling.max_new_tokens):
-            end = len(found) + len(group)
-            found += generate(
-                self.decoder,
-                [prompts[index] for index in group],
-                sampling,
-                stop_ids,
-                adapted=adapted,
-                backend=self.eager_attention,
-                on_tokens=partial(_report_done, on_progress, end),
-            )
-            on_progress(end)
-        return found
-
     def groups_of(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
         """Prompts, by number, that are continued together: as many consecutive ones as fit their cache."""
         settings = self.config.train
@@ -308,6 +296,29 @@ class Parts:
         else:
             save_model(folder, self.arena, self.base, self.whole, self.runtime.compute)
 
+    def write_state(self, folder: Path, steps: int, updates: int, position: DataPosition) -> Path:
+        """Write what a session needs to go on: weights, moments, the update count, the loss scale, the position in the
+        data, and the settings that `auto` resolved to. The layout is that of a run's checkpoint."""
+        settings = {name: getattr(self.config.train, name) for name in RESOLVED}
+        progress = Progress(step=steps, epoch=position.epoch, epoch_step=position.step, updates=updates)
+        identity: dict[str, Any] = {"base": self.base.sha256, "examples": position.data, "resolved": settings}
+        scaler = self.step.scaler if "step" in vars(self) else None
+        return checkpoint.write(folder, self.arena, progress, identity, scaler)
+
+    def read_state(self, folder: Path) -> tuple[Progress, DataPosition, dict[str, Any], dict[str, torch.Tensor]]:
+        """Fill the arena from what `write_state` wrote. Returns the counts, the position, the resolved settings, and
+        the loss scale if there is one."""
+        if not (folder / checkpoint.STATE).is_file():
+            raise GraftuneError("is not a saved state", where=str(folder), fix="give a folder that save_state wrote")
+        _, identity = checkpoint.read_state(folder)
+        progress = checkpoint.load(folder, self.arena, {"base": self.base.sha256})
+        stored = identity.get("resolved")
+        resolved = {name: stored[name] for name in RESOLVED if name in stored} if isinstance(stored, dict) else {}
+        tensors = safetensors_io.load(folder / checkpoint.TENSORS)
+        scale = {name: tensor for name, tensor in tensors.items() if name == "loss_scale"}
+        position = DataPosition(progress.epoch, progress.epoch_step, str(identity.get("examples", "")))
+        return progress, position, resolved, scale
+
     def _write_adapter(self, folder: Path) -> None:
         names = [name for name in ("embed_tokens", "lm_head") if f"{name}.rows" in self.arena.slots]
         tables = {name: self._table(name) for name in names}
@@ -325,8 +336,3 @@ class Parts:
         source, compute = self.base.tensors[f"{name}.weight"], self.runtime.compute
         rows = source.read(0, source.shape[0])
         return rows.to(DTYPES.get(self.placement.base_dtype, compute)).to(compute)
-
-
-def _report_done(on_progress: Callable[[int], None], asked: int, new: dict[int, int]) -> None:
-    """Of the prompts asked so far, those without a new token are done."""
-    on_progress(asked - len(new))

@@ -21,23 +21,20 @@ from graftune.data.dataset import Dataset, prepare
 from graftune.data.memory import Data, as_given
 from graftune.errors import GraftuneError
 from graftune.infer.sample import Sampling
-from graftune.kernels.adamw import Hyper
 from graftune.losses import Loss, choose
 from graftune.model.context import dropout_seed
 from graftune.model.start import Start
 from graftune.observe.console import Console
 from graftune.observe.speed import Meter
 from graftune.runtime import Runtime
-from graftune.session import arguments, state, text
+from graftune.session import arguments, text
 from graftune.session.arguments import Message
-from graftune.session.feed import BatchFeed
-from graftune.session.parts import UNPLANNED, Parts
-from graftune.session.state import DataPosition
-from graftune.session.stepping import Batch, StepStats
+from graftune.session.batches import Batch, BatchFeed, StepStats
+from graftune.session.parts import UNPLANNED, DataPosition, Parts
 from graftune.session.text import Sample
 from graftune.settings.config import Config
 from graftune.step.evaluate import EvalResult
-from graftune.step.schedule import learning_rate
+from graftune.step.schedule import hyperparameters, learning_rate
 from graftune.tokenizer import Tokenizer
 from graftune.weights.base import Base
 
@@ -223,8 +220,7 @@ class Session:
         if not self._micro:
             raise GraftuneError("optim_step was called with no gradients", fix="call forward_backward first")
         given = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay, "clip": clip}
-        values = {name: getattr(self.config.optim, name) for name in Hyper._fields if name != "divisor"}
-        values |= arguments.hyperparameters(given)
+        values = hyperparameters(self.config.optim, **arguments.hyperparameters(given))
         step = self.steps + 1
         speed = self._meter.update(step, self._tokens)
         stats = StepStats(self._fetch, step, values["lr"], self._tokens, self._responses, speed)
@@ -500,7 +496,7 @@ class Session:
         updates = (
             self._restored[0] if self._restored else int(self.parts.step.count) if "step" in vars(self.parts) else 0
         )
-        return state.save(self.parts, arguments.path(path), self.steps, updates, self._position)
+        return self.parts.write_state(arguments.path(path), self.steps, updates, self._position)
 
     def load_state(self, path: str | Path, *, position: bool = True) -> None:
         """Go on from what `save_state` wrote. The first pass of `batches()` then starts behind the batches that were
@@ -511,7 +507,7 @@ class Session:
             session.load_state("state")
         """
         self.parts.check_open()
-        progress, found, resolved, scale = state.load(self.parts, arguments.path(path))
+        progress, found, resolved, scale = self.parts.read_state(arguments.path(path))
         if "step" in vars(self.parts):
             self.parts.step.discard()
         self._position = found if position else DataPosition()

@@ -96,8 +96,10 @@ def stream(
     adapted: bool = True,
     logprobs: bool = False,
     reads: bool = False,
+    on_progress: Callable[[int], None] = lambda done: None,
 ) -> Iterator[tuple[int, str, Sample | None]]:
-    """Yields (prompt, new text, its Sample once it is complete); with `reads`, text comes piece by piece."""
+    """Yields (prompt, new text, its Sample once it is complete); with `reads`, text comes piece by piece. `on_progress`
+    is called after every token with the number of prompts that are done."""
     ending = (*parts.tokenizer.stop_ids, *sampling.stop_ids)
     for group in parts.groups_of(prompts, sampling.max_new_tokens):
         answers = [Draft(parts.tokenizer, ending, stop, reads) for _ in group]
@@ -112,6 +114,7 @@ def stream(
             logprobs=logprobs,
             ended=ended,
         ):
+            on_progress(group[-1] + 1 - len(fresh))
             for index, token in fresh.items():
                 text = answers[index].push(token)
                 if answers[index].stopped:
@@ -122,6 +125,7 @@ def stream(
         for index, answer in enumerate(answers):
             if index not in ended:
                 yield group[index], answer.finish(), answer.sample(logprobs)
+        on_progress(group[-1] + 1)
 
 
 def sampled(
@@ -133,11 +137,20 @@ def sampled(
     adapted: bool = True,
     logprobs: bool = False,
     on_text: Callable[[int, str], None] | None = None,
+    on_progress: Callable[[int], None] = lambda done: None,
 ) -> list[Sample]:
     """A Sample for every prompt. `on_text` gets (prompt, new text) while they are drawn."""
     found: dict[int, Sample] = {}
-    how = {"stop": stop, "adapted": adapted, "logprobs": logprobs, "reads": on_text is not None}
-    for index, text, sample in stream(parts, prompts, sampling, **how):  # type: ignore[arg-type]
+    for index, text, sample in stream(
+        parts,
+        prompts,
+        sampling,
+        stop=stop,
+        adapted=adapted,
+        logprobs=logprobs,
+        reads=on_text is not None,
+        on_progress=on_progress,
+    ):
         if on_text is not None and text:
             on_text(index, text)
         if sample is not None:

@@ -1,9 +1,11 @@
-"""The learning rate of each step: linear warm-up, then cosine, linear or constant. A pure function of the step."""
+"""The hyperparameters of each step. Its learning rate is a pure function of the step: linear warm-up, then cosine,
+linear or constant."""
 
 from __future__ import annotations
 
 import math
 
+from graftune.kernels.adamw import Hyper
 from graftune.settings.config import OptimConfig
 
 
@@ -19,3 +21,8 @@ def learning_rate(step: int, total: int, config: OptimConfig) -> float:
     if config.schedule == "linear":
         return floor + (config.lr - floor) * (1 - progress)
     return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def hyperparameters(config: OptimConfig, **live: float) -> dict[str, float]:
+    """The values of an update by name: those of the settings, and `live` ones (lr, divisor) that replace them."""
+    return {name: getattr(config, name) for name in Hyper._fields if name != "divisor"} | live

@@ -38,5 +38,5 @@ class Evaluation(Hook):
             p.stale += 1
         for hook in state.hooks:
             hook.evaluated(state, result)
-        state.stop.signal = state.ranks.agreed(state.stop.signal)
+        state.stop.signal = max(state.ranks.gather(state.stop.signal))  # all ranks stop, or none
         state.check_stop()

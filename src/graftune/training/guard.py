@@ -111,8 +111,9 @@ class Guard(Hook):
         self._look_at_weights(state)
         self.halt_if_asked()
 
-    def last_step(self, state: RunState) -> None:
-        """Stop here if there is nothing to write: neither the last weights nor better ones from before are finite."""
+    def check_end(self, state: RunState) -> None:
+        """All steps are done. Stop here if there is nothing to write: neither the last weights nor better ones from
+        before are finite."""
         self._look_at_weights(state)
         self.halt_if_asked()
         if state.progress.best_step < 0 and not checkpoint.is_sound(state.session.arena):
@@ -253,8 +254,7 @@ def _rows(rows: list[int], data: str) -> str:
 
 
 def _first_of_ranks(state: RunState, found: str) -> str:
-    world = state.ranks.world
-    for rank, one in enumerate([found] if world is None else world.gather(found)):
+    for rank, one in enumerate(state.ranks.gather(found)):
         if one:
-            return one if world is None else f"{one}, on rank {rank}"
+            return one if state.ranks.world is None else f"{one}, on rank {rank}"
     return "computed again, step by step and without a graph, everything is finite"

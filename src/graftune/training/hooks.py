@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,6 @@ class Hook:
     def start(self, state: RunState) -> None:
         """Before the first step of this process."""
 
-    def around_step(self) -> AbstractContextManager[Any]:
-        """A context in which a step is sent to the device."""
-        return nullcontext()
-
     def step_sent(self, state: RunState, micro_batches: int) -> None:
         """A step was sent; `state.progress` counts it. Must not wait for the device."""
 
@@ -56,9 +52,6 @@ class Hook:
 
     def paused(self, state: RunState, work: str, seconds: float) -> None:
         """The device did other work than steps: an evaluation, a checkpoint, samples, or a new epoch was begun."""
-
-    def last_step(self, state: RunState) -> None:
-        """All steps of the run are done."""
 
     def stop(self, state: RunState) -> None:
         """No further step follows, because the run has reached its end, was interrupted or failed."""

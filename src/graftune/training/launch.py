@@ -11,6 +11,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from graftune.observe.events import Event, number
 from graftune.observe.trackers import check_installed
 from graftune.ranks import Ranks, from_environment
 from graftune.settings.config import Config
-from graftune.training.folder import complete, remove_made, removed_unless_started, sweep
-from graftune.training.prepare import prepare_resume, prepare_run
-from graftune.training.ranks import SingleProcess, check_settings, joined
+from graftune.training.folder import complete, new_folder, remove_made, removed_unless_started, sweep
+from graftune.training.prepare import prepare_run
+from graftune.training.ranks import SingleProcess, joined
 from graftune.training.resume import finished, stored_config
 from graftune.training.signals import Stopped, noted_signals, raised_signals
 from graftune.training.trackers import Callback
@@ -49,7 +50,8 @@ def train(
     if not started.leads:
         console, callbacks = Console(silent=True), ()
     with joined(started, console) as ranks:
-        check_settings(ranks, config, resume, overrides or {})
+        given = config.flat() if resume is None else overrides or {}
+        ranks.same({"resume": resume, **given}, "start every rank with the same command line and the same files")
         check_installed(track)
         if resume is None:
             restarted = ranks.restarted
@@ -83,7 +85,8 @@ def _train(
                     ranks.set_deadline(config.run.deadline)
                     with removed_unless_started() as made:
                         ranks.at_end(lambda: remove_made(made))
-                        prepared = prepare_run(config, console, made, held, ranks)
+                        make_folder = partial(new_folder, made=made, held=held)
+                        prepared = prepare_run(config, console, held, make_folder, ranks)
                         with console.working("preparing the first step"):
                             run = Trainer(prepared, console, callbacks)
                             run.start()
@@ -150,7 +153,7 @@ def _resumed(
         if lock.unsupported:
             console.warn(f"{folder}: not locked against a second process ({lock.unsupported})")
         sweep(folder)
-    prepared = prepare_resume(now, console, folder, before, held, ranks)
+    prepared = prepare_run(now, console, held, lambda config, data: folder, ranks, before)
     with console.working("resuming the run"):
         run = Trainer(prepared, console, callbacks)
         run.resume()

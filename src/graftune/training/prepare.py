@@ -3,41 +3,47 @@ it can be.
 
 Data comes first, because its mistakes are the common ones; then the folder, so that a read-only disk shows before the
 model is loaded. What was made for a run that does not start is removed again.
+
+One function makes the job to plan of a run, of `graftune plan` and of a session of the Python API (`training_job`), so
+that all of them resolve `auto` alike and find each other's rehearsals. On several ranks rank 0 rehearses first
+(reserve.py); the others find its rehearsals in the user's cache.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from graftune.batch import BatchLayout, Example
 from graftune.data.dataset import Dataset, prepare, split
+from graftune.data.encoded import distinct_tokens
 from graftune.data.pack import largest
 from graftune.data.sample import sample_path
 from graftune.data.summary import Summary, counted
 from graftune.errors import GraftuneError
 from graftune.kernels.rehearsal import Launched
-from graftune.losses import choose
+from graftune.kernels.warm import Warming
+from graftune.losses import Loss, choose
 from graftune.observe import plot
 from graftune.observe.console import Console
-from graftune.observe.memory import forget_earlier_runs, forget_peak
-from graftune.plan import CardModel, Job, Plan, is_absent, runtime_for
+from graftune.observe.memory import forget_earlier_runs, forget_peak, human_bytes
+from graftune.plan import Card, CardModel, Job, Plan, any_data, is_absent, resolve_auto, runtime_for
 from graftune.run_folder import adapter_folder, with_adapter
-from graftune.runtime import set_up
+from graftune.runtime import Runtime, set_up
 from graftune.session import Parts, check_method, check_recompute, loader_of, open_session, with_template
 from graftune.session.parts import UNPLANNED
 from graftune.settings.config import Config
 from graftune.settings.sources import DataValue, label
 from graftune.step.evaluate import shape_of
 from graftune.tokenizer.template import today
-from graftune.training.folder import new_folder
-from graftune.training.planning import PLANNED_ON, compiled_ahead, training_job
 from graftune.training.ranks import SingleProcess
 from graftune.training.reserve import Reserver, left_by_others
 from graftune.training.resume import stretched, with_full_paths
@@ -45,54 +51,43 @@ from graftune.training.samples import Questions
 from graftune.weights.adapter import Adapter, load_adapter
 from graftune.weights.base import Base, open_base, with_new_tokens
 
+PLANNED_ON = ("cuda", "cpu")  # kinds of devices
+
+
+class RunData(NamedTuple):
+    """The data of a run, encoded."""
+
+    training: Dataset
+    validation: Dataset
+    examples_sha256: str  # of both; of validation without its limit, which may change on a resume
+    largest: int  # tokens that a micro-batch has to hold at least
+    questions: Questions
+
 
 @dataclass(frozen=True)
 class Prepared:
+    """A run that is ready for its first step."""
+
     folder: Path
     session: Parts
-    training: Dataset
-    validation: Dataset
-    examples_sha256: str
-    questions: Questions
-    plan: Plan | None = None  # where memory is planned: on CUDA and on CPUs
-    before: Config | None = None  # the settings so far of a run that is resumed
-    ranks: SingleProcess = field(default_factory=SingleProcess)
+    data: RunData
+    plan: Plan | None  # where memory is planned: on CUDA and on CPUs
+    before: Config | None  # the settings so far of a run that is resumed
+    ranks: SingleProcess
 
 
-FolderFor = Callable[[Config, DataValue], Path]  # makes or finds the folder of a run on this data
-
-
-def prepare_run(config: Config, console: Console, made: list[Path], held: ExitStack, ranks: SingleProcess) -> Prepared:
-    """Prepare a new run. Its folder is made, added to `made`, and locked while `held` is open; so long its memory is
-    reserved."""
-    date = config.data.date or ranks.from_lead(lambda: today().isoformat())
-    return _prepare(
-        config.replace(date=date), console, lambda config, path: new_folder(config, path, made, held), ranks, held
-    )
-
-
-def prepare_resume(
-    config: Config, console: Console, folder: Path, before: Config, held: ExitStack, ranks: SingleProcess
-) -> Prepared:
-    """Prepare the run in `folder` to go on with `config`, where it had `before`."""
-    return _prepare(config, console, lambda config, path: folder, ranks, held, before)
-
-
-def prepare_profile(config: Config, console: Console, held: ExitStack) -> Prepared:
-    """Prepare the steps of a run without a folder: nothing is asked, and nothing is written."""
-    date = config.data.date or today().isoformat()
-    quiet = config.replace(date=date, samples=0, score=False)
-    return _prepare(quiet, console, lambda config, path: Path(config.run.out or "."), SingleProcess(), held)
-
-
-def _prepare(
+def prepare_run(
     config: Config,
     console: Console,
-    folder_for: FolderFor,
-    ranks: SingleProcess,
     held: ExitStack,
+    folder_for: Callable[[Config, DataValue], Path],
+    ranks: SingleProcess,
     before: Config | None = None,
 ) -> Prepared:
+    """Prepare a run. `folder_for` makes or finds its folder, once its data was read; its memory is reserved while
+    `held` is open. `before`: the settings so far of a run that is resumed."""
+    if before is None and not config.data.date:
+        config = config.replace(date=ranks.from_lead(lambda: today().isoformat()))
     device = ranks.device(config.base.device)
     for note in set_up(device):  # a missing package is reported before data is read
         console.note(note)
@@ -126,8 +121,7 @@ def _prepare(
     # A rank's own number is not stored: a resume may have other ranks.
     stored = device.type if ranks.world is not None and asked in ("auto", "cuda") else session.config.base.device
     session.config = session.config.replace(out=str(folder), device=stored)
-    read = data.training, data.validation, data.examples_sha256, data.questions
-    return Prepared(folder, session, *read, plan, before, ranks)
+    return Prepared(folder, session, data, plan, before, ranks)
 
 
 def _planned(
@@ -174,14 +168,6 @@ def _opened(config: Config) -> tuple[Config, Base, Adapter | None]:
     config = with_full_paths(with_adapter(config, adapter) if adapter else config)
     base = open_base(config.base.base, config.base.revision, weights=config.train.method != "scratch")
     return config.replace(max_seq_len=config.data.longest(base.spec.max_positions)), base, adapter
-
-
-class RunData(NamedTuple):
-    training: Dataset
-    validation: Dataset
-    examples_sha256: str  # of both; of validation without its limit, which may change on a resume
-    largest: int  # tokens that a micro-batch has to hold at least
-    questions: Questions
 
 
 def _read(config: Config, base: Base, adapter: Adapter | None, path: DataValue, console: Console) -> RunData:
@@ -305,3 +291,68 @@ def report_refused(console: Console, summary: Summary, prefix: str = "") -> None
         console.note(f"{prefix}{text}")
     for text, count in summary.notes.items():
         console.note(f"{prefix}{text} ({counted(count, 'row')})" if count else f"{prefix}{text}")
+
+
+def training_job(
+    config: Config,
+    base: Base,
+    runtime: Runtime,
+    card: Card | None,
+    memory: int,
+    longest: int,
+    training: Sequence[Example] | None,
+    *,
+    loss: Loss | None = None,
+    layout: BatchLayout | None = None,
+    validation: Sequence[Example] = (),
+    ranks: int = 0,
+    **more: Any,
+) -> Job:
+    """Training as something to plan: in the shapes of its data, or (None) in the largest that the settings allow.
+    `longest`: tokens that a micro-batch has to hold at least. `more` are fields of the job."""
+    loss = loss or choose(config.train)
+    layout = layout or loss.layout(() if training is None else training)
+    shapes, tokens = any_data(longest), 0
+    if training is not None:
+        epochs, tokens = math.ceil(config.train.epochs), distinct_tokens(training, validation)
+        shapes = functools.cache(lambda size: loader_of(config, training, size, layout=layout).capacities(epochs))
+    job = Job(config, base, runtime, longest, shapes, card, memory, tokens=tokens, ranks=ranks, **more)
+    job.loss, job.layout = loss, layout
+    # A rehearsal takes seconds. A run of one process on a CPU takes far longer than that, so its cache is not filled.
+    job.keeps = runtime.device.type == "cuda" or ranks > 1
+    return job
+
+
+def plan_session(session: Parts, data: Dataset | None, layout: BatchLayout, *, card: Card | None, free: int) -> None:
+    """Resolve recompute and the size of a micro-batch of an open session, for this data or (None) for any. `card` and
+    `free`: the device before the base was loaded, since a plan counts the base too."""
+    config, device = session.config, session.runtime.device
+    if device.type not in PLANNED_ON:
+        return
+    base = open_base(config.base.base, config.base.revision, weights=config.train.method != "scratch")
+    training = None if data is None else data.examples
+    longest = config.data.max_seq_len if training is None else largest(training, layout)
+    job = training_job(config, base, session.runtime, card, free, longest, training, loss=session.loss, layout=layout)
+    job.loaded(session.placement.fixed)
+    with compiled_ahead(device, session.say) as job.launched:
+        plan = resolve_auto(job)
+    asked = config.train.tokens_per_micro_batch  # a longer example has a micro-batch of its own
+    session.config = config.replace(recompute=plan.recompute, tokens_per_micro_batch=asked or plan.capacity)
+    session.say(
+        f"planned: recompute {plan.recompute}, micro-batches of {asked or plan.capacity} tokens; "
+        f"training needs {human_bytes(plan.needed)} of {human_bytes(plan.free)}"
+    )
+    for note in plan.notes:
+        session.say(note)
+
+
+@contextmanager
+def compiled_ahead(device: torch.device, tell: Callable[[str], None]) -> Iterator[Launched | None]:
+    """Yields a callback that compiles each planned kernel. At the end all of them are compiled."""
+    if device.type != "cuda":
+        yield None
+        return
+    with Warming(device) as launched:
+        yield launched
+    if failures := launched.failures:
+        tell(f"{counted(len(failures), 'kernel')} could not be compiled ahead, the first by {failures[0]}")

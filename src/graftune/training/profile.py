@@ -17,14 +17,15 @@ from typing import Any
 
 import torch
 
-from graftune.kernels.adamw import Hyper
 from graftune.model.context import dropout_seed
 from graftune.observe.console import Console
 from graftune.observe.profile import Profile
 from graftune.settings.config import Config
+from graftune.step.schedule import hyperparameters
 from graftune.training import floors
-from graftune.training.prepare import Prepared, prepare_profile
+from graftune.training.prepare import Prepared, prepare_run
 from graftune.training.profiler import facts_of, profiled
+from graftune.training.ranks import SingleProcess
 from graftune.weights import checkpoint
 from graftune.weights.checkpoint import Progress
 
@@ -34,7 +35,10 @@ EVALUATED = 8  # examples
 def profile(config: Config, console: Console, steps: int) -> Profile:
     """Of at least so many steps, with what was found about the machine and the model in its facts."""
     with ExitStack() as held:
-        return _profile(prepare_profile(config, console, held), console, steps)
+        quiet = config.replace(samples=0, score=False)
+        place = Path(config.run.out or ".")  # nothing is written there
+        prepared = prepare_run(quiet, console, held, lambda config, data: place, SingleProcess())
+        return _profile(prepared, console, steps)
 
 
 def _profile(prepared: Prepared, console: Console, steps: int) -> Profile:
@@ -67,7 +71,7 @@ class Sender:
     def __init__(self, prepared: Prepared):
         session = prepared.session
         self.session, self.config = session, session.config
-        self.loader = session.loader(prepared.training.examples)
+        self.loader = session.loader(prepared.data.training.examples)
         self.shape = session.fix_shape(self.loader, self.config.train.epochs)
         self.steps = self._steps()
         self.sent = self.tokens = self.micro_batches = 0
@@ -76,8 +80,7 @@ class Sender:
     def __call__(self) -> None:
         epoch, place, micro_batches = next(self.steps)
         loader, optim = self.loader, self.config.optim
-        hyper = {name: getattr(optim, name) for name in Hyper._fields if name != "divisor"}
-        hyper["divisor"] = loader.divisor(epoch, place)
+        hyper = hyperparameters(optim, divisor=loader.divisor(epoch, place))
         seeds = [dropout_seed(self.sent, number) for number in loader.bins(epoch, place)]
         self.session.pipeline.step(micro_batches, hyper, seeds)
         self.session.pipeline.finished()
@@ -108,7 +111,7 @@ class Sender:
 def _beside(prepared: Prepared) -> dict[str, float]:
     """Milliseconds of what a run does between steps."""
     session, found = prepared.session, dict[str, float]()
-    examples = prepared.validation.examples[:EVALUATED]
+    examples = prepared.data.validation.examples[:EVALUATED]
     if len(examples):
         if session.captured:
             session.evaluated(examples)  # its shape is a new one: kernels and plans are made for it

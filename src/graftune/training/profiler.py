@@ -206,6 +206,7 @@ class ProfiledSteps(Hook):
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
+        """A context in which the trainer sends each step to the device."""
         if self.timeline is None:
             yield
             return

@@ -1,9 +1,8 @@
-"""The ranks of a run, as its preparation and its loop see them. `SingleProcess` is a run of one: all of this does
-nothing.
+"""The ranks of a run, as its preparation and its loop use them. `SingleProcess` is a run of one process.
 
-Every rank does what the run does, in the same order, from the same settings and data, and holds the same weights. Rank
-0 alone speaks and owns the files: the others know a folder by name, and what is in it from rank 0. Nothing is written
-within a collective: rank 0 writes, and the others wait in their next step for it.
+Every rank does the same work in the same order, from the same settings and data, and holds the same weights. Only rank
+0 prints and writes files: the others know the name of the run folder, and get its content from rank 0. Nothing is
+written within a collective: rank 0 writes, and the others wait in their next step for it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from graftune.observe.memory import free_bytes
 from graftune.ranks import Ranks
 from graftune.runtime import device_of
 from graftune.session import Parts
-from graftune.settings.config import Config
 from graftune.step.pipeline import Figures
 from graftune.weights.checkpoint import Progress
 
@@ -35,74 +33,79 @@ POLL_SECONDS = 0.2
 
 
 class SingleProcess:
-    """One process: it leads, and there is nobody to ask."""
+    """A run of one process, which is rank 0."""
 
-    leads = True
+    world: World | None = None
+    leads = True  # whether this is rank 0
     size = 0  # ranks that a launcher has started
-
-    @property
-    def world(self) -> World | None:
-        return None
+    local_size = 1  # processes of this run on this machine
 
     def device(self, asked: str) -> torch.device:
         return device_of(asked)
 
     def attach(self, device: torch.device) -> str:
-        """Ready to add tensors of this device up; what to say of it."""
+        """Connect the ranks for tensors of this device. Returns a note for the user."""
         return ""
 
     def in_turn(self, work: Callable[[], Made]) -> Made:
-        """What leaves something in a cache: never on two ranks at once that could share it."""
+        """Do work that fills a cache, so that ranks which share the cache do it one after the other."""
         return work()
 
     def from_lead(self, work: Callable[[], Made]) -> Made:
-        """What rank 0 finds, as JSON holds it."""
+        """Rank 0's result, which must be a value that JSON can hold."""
         return work()
 
+    def gather(self, value: Made) -> list[Made]:
+        """Every rank's value, in the order of ranks."""
+        return [value]
+
     def one_by_one(self, work: Callable[[], None]) -> None:
-        """Never on two ranks of a machine at once, in the order of their numbers there."""
+        """Do the work on the ranks of a machine one after the other."""
         work()
 
     def same(self, facts: Mapping[str, Any], fix: str) -> None:
-        """Refuse to go on where a rank has something else."""
+        """Raise an error if a rank has other facts than rank 0."""
+        for rank, theirs in enumerate(everyone := self.gather(dict(facts))):
+            for name in everyone[0] | theirs:
+                value = everyone[0].get(name)
+                if theirs.get(name) != value:
+                    shown = "other" if len(str(value)) > 60 else repr(theirs.get(name))
+                    than = "than rank 0" if len(str(value)) > 60 else f"where rank 0 has {value!r}"
+                    raise GraftuneError(f"rank {rank} has {shown} {name} {than}", fix=fix)
 
     def memory(self, device: torch.device) -> int:
-        """Bytes that a rank may plan with; 0: what is free."""
+        """Bytes that a rank may plan with; 0: the free memory."""
         return 0
 
-    def agreed(self, number: int) -> int:
-        """The signal that some rank has had, or 0."""
-        return number
+    def set_deadline(self, seconds: float) -> None:
+        """End the run if a step takes longer."""
 
-    def host_share(self, free: int) -> int:
-        """Bytes of the host's free memory that this rank may pin."""
-        return free
+    def begin(self, step: int) -> None:
+        """A step is about to be sent."""
 
-    def set_deadline(self, seconds: float) -> None: ...
-    def begin(self, step: int) -> None: ...
-    def finished(self, figures: Figures) -> None: ...
+    def finished(self, figures: Figures) -> None:
+        """A step has finished."""
+
     def spread(self, session: Parts, progress: Progress) -> Progress:
+        """Copy rank 0's state, which it may have read from a checkpoint, to every rank."""
         return progress
 
     def busy(self, doing: str) -> AbstractContextManager[None]:
-        """Around what rank 0 does while the others wait."""
+        """Around work of rank 0 for which the others wait."""
         return nullcontext()
 
-    def until_done(self) -> None:
-        """At the end: until rank 0 has written everything."""
-
     def at_end(self, work: Callable[[], None]) -> None:
-        """`work` is done if the run is ended from elsewhere."""
+        """Call `work` if another rank or a fault ends the run."""
 
 
 class Distributed(SingleProcess):
-    def __init__(self, world: World, watch: Watch):
-        self._world, self.watch = world, watch
-        self.leads, self.size = world.leads, world.size
+    """One of the processes that a launcher has started for a run."""
 
-    @property
-    def world(self) -> World:
-        return self._world
+    world: World
+
+    def __init__(self, world: World, watch: Watch):
+        self.world, self.watch = world, watch
+        self.leads, self.size, self.local_size = world.leads, world.size, world.ranks.local_size
 
     def device(self, asked: str) -> torch.device:
         """A GPU of its own for every rank of a machine, unless one is named."""
@@ -130,29 +133,23 @@ class Distributed(SingleProcess):
     def in_turn(self, work: Callable[[], Made]) -> Made:
         return self.world.in_turn(work)
 
+    def gather(self, value: Made) -> list[Made]:
+        return self.world.gather(value)
+
     def from_lead(self, work: Callable[[], Made]) -> Made:
         made: Made = self.world.from_lead(work() if self.leads else None)
         return made
 
     def one_by_one(self, work: Callable[[], None]) -> None:
-        for turn in range(max(self.world.gather(self.world.ranks.local_size))):
+        for turn in range(max(self.gather(self.local_size))):
             if turn == self.world.local_rank:
                 work()
             self.world.wait()
 
-    def same(self, facts: Mapping[str, Any], fix: str) -> None:
-        for rank, theirs in enumerate(everyone := self.world.gather(dict(facts))):
-            for name in everyone[0] | theirs:
-                value = everyone[0].get(name)
-                if theirs.get(name) != value:
-                    shown = "other" if len(str(value)) > 60 else repr(theirs.get(name))
-                    than = "than rank 0" if len(str(value)) > 60 else f"where rank 0 has {value!r}"
-                    raise GraftuneError(f"rank {rank} has {shown} {name} {than}", fix=fix)
-
     def memory(self, device: torch.device) -> int:
         """On a CPU the ranks of a machine divide what is free there; those that share a GPU, what is free on it."""
         if device.type == "cpu":
-            return int(min(self.world.gather(free_bytes(device) // self.world.ranks.local_size)))
+            return min(self.gather(free_bytes(device) // self.local_size))
         sharing = self.world.sharing
         if device.type != "cuda" or sharing == 1:
             return 0
@@ -165,6 +162,9 @@ class Distributed(SingleProcess):
     def begin(self, step: int) -> None:
         self.watch.begin(step)
 
+    def busy(self, doing: str) -> AbstractContextManager[None]:
+        return self.watch.busy(doing)
+
     def finished(self, figures: Figures) -> None:
         step = figures.tag["step"]
         self.watch.finished(step)
@@ -176,7 +176,6 @@ class Distributed(SingleProcess):
             )
 
     def spread(self, session: Parts, progress: Progress) -> Progress:
-        """Rank 0's state, which it may have read from a checkpoint, on every rank."""
         arena, scaler = session.arena, session.step.scaler
         for tensor in (arena.weights, arena.m, arena.v, *([] if scaler is None else [scaler.state])):
             self.world.spread(tensor)
@@ -185,10 +184,8 @@ class Distributed(SingleProcess):
         session.step.count.fill_(found.updates)
         return found
 
-    def busy(self, doing: str) -> AbstractContextManager[None]:
-        return self.watch.busy(doing)
-
     def until_done(self) -> None:
+        """Wait until rank 0 has written everything."""
         store = self.world.store
         if self.leads:
             store.set("done", "1")
@@ -202,24 +199,18 @@ class Distributed(SingleProcess):
     @property
     def restarted(self) -> bool:
         """Whether a launcher has started these ranks before. Each node of several counts its own restarts alone."""
-        return self.world.attempt > 1 or max(self.world.gather(self.world.ranks.restarts)) > 0
+        return self.world.attempt > 1 or max(self.gather(self.world.ranks.restarts)) > 0
 
     def stopped(self, number: int) -> None:
         """A signal before the first step, which the others may never have had: all of them end. Does not return."""
         name = signal.Signals(number).name
         self.watch.fail(f"rank {self.world.rank} was stopped by {name} before the first step", 128 + number)
 
-    def agreed(self, number: int) -> int:
-        return max(self.world.gather(number), key=int)
-
-    def host_share(self, free: int) -> int:
-        return int(min(self.world.gather(free // self.world.ranks.local_size)))
-
 
 @contextmanager
 def joined(ranks: Ranks, console: Console) -> Iterator[Distributed]:
-    """This process among the others. What goes wrong with one of them ends all: here nothing is raised but a signal."""
-    store, attempt = connect(ranks)  # whoever does not get so far can tell nobody but the user
+    """Join the other processes of the run. A failure of one of them ends all: only signals are raised from here."""
+    store, attempt = connect(ranks)  # an error before this one is only printed: the other ranks cannot be reached
     watch = Watch(ranks, console.fail, attempt=attempt)
     watch.start()
     name = "" if ranks.leads else f"rank {ranks.rank}: "
@@ -242,10 +233,3 @@ def joined(ranks: Ranks, console: Console) -> Iterator[Distributed]:
             watch.lost(error)
         traceback.print_exc()
         watch.fail(f"{name}{type(error).__name__}: {error}", BUG)
-
-
-def check_settings(ranks: SingleProcess, asked: Config, resume: str | None, overrides: Mapping[str, Any]) -> None:
-    """The same command everywhere."""
-    fix = "start every rank with the same command line and the same files"
-    given = asked.flat() if resume is None else dict(overrides)
-    ranks.same({"resume": resume, **given}, fix)

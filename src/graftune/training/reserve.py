@@ -100,7 +100,7 @@ class Reserver:
         within so many bytes. Rank 0 resolves `auto`; the other ranks check that its settings fit on their devices."""
         limit, host_free = self.ranks.memory(self.device.device), None
         if self.on_gpu:
-            host_free = self._host_left(self.ranks.host_share(available_bytes()))
+            host_free = self._host_left(min(self.ranks.gather(available_bytes() // self.ranks.local_size)))
 
         def within(memory: int) -> Job:
             job = make(config, memory)

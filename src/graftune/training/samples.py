@@ -20,7 +20,7 @@ from graftune.data.template import stop_ids, usable_format
 from graftune.infer.sample import Sampling
 from graftune.observe.console import AnswerRow, Console
 from graftune.observe.events import Event
-from graftune.session import Parts
+from graftune.session import Parts, text
 from graftune.settings.config import Config, RunConfig
 from graftune.tokenizer import Tokenizer
 from graftune.training.hooks import Hook, RunState
@@ -75,9 +75,10 @@ class Questions:
     def ask(self, session: Parts, count: int, *, adapted: bool, between: Callable[[int], None]) -> list[str]:
         """Answer the first `count` questions greedily, as many at once as fit the cache. `between` is called with the
         number of answers so far."""
-        prompts, how = [question.prompt for question in self.questions[:count]], Sampling(max_new_tokens=self.length)
-        answers = session.continued(prompts, how, self.stops, adapted=adapted, on_progress=between)
-        return [session.tokenizer.decode(answer, skip_special=True) for answer in answers]
+        prompts = [question.prompt for question in self.questions[:count]]
+        how = Sampling(max_new_tokens=self.length, stop_ids=self.stops)
+        answers = text.sampled(session, prompts, how, adapted=adapted, on_progress=between)
+        return [answer.text for answer in answers]
 
     def known(self, event: Mapping[str, Any]) -> list[str]:
         """The answers to exactly these questions in an event of the log; none if it holds others."""

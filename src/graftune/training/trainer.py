@@ -15,21 +15,20 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from graftune.kernels.adamw import Hyper
 from graftune.model.context import dropout_seed
 from graftune.observe.console import Console
 from graftune.observe.events import Event, EventLog
 from graftune.observe.trackers import Tracking
 from graftune.spans import marked
 from graftune.step.pipeline import Figures
-from graftune.step.schedule import learning_rate
-from graftune.training import ending, start
+from graftune.step.schedule import hyperparameters, learning_rate
+from graftune.training import ending
 from graftune.training.checkpoints import Checkpoints
 from graftune.training.evaluation import Evaluation
 from graftune.training.guard import Guard, Halted
@@ -38,7 +37,7 @@ from graftune.training.prepare import Prepared
 from graftune.training.preview import Preview
 from graftune.training.profiler import ProfiledSteps, Trace
 from graftune.training.reporter import Reporter, live_speed
-from graftune.training.resume import identity, run_length
+from graftune.training.resume import identity, resume_folder, run_length, write_start
 from graftune.training.samples import Samples
 from graftune.training.signals import HANGUP, Interrupted, SignalWatch
 from graftune.training.trackers import Callback, Callbacks, Trackers
@@ -64,27 +63,23 @@ class Trainer:
     def __init__(self, prepared: Prepared, console: Console, callbacks: Sequence[Callback] = ()):
         self.prepared, self.session = prepared, prepared.session
         session, config, ranks = prepared.session, prepared.session.config, prepared.ranks
-        self.loader = session.loader(prepared.training.examples)
+        self.loader = session.loader(prepared.data.training.examples)
         self.shape = session.fix_shape(self.loader, config.train.epochs)
         self.step, self.pipeline = session.step, session.pipeline
         self.length = run_length(self.loader, config.train)
         self.length_before = run_length(self.loader, prepared.before.train) if prepared.before else self.length
         log = EventLog(prepared.folder / "metrics.jsonl" if ranks.leads else os.devnull, self._tell_event)
-        live = live_speed(session, prepared.training.examples, self.shape)
+        live = live_speed(session, prepared.data.training.examples, self.shape)
         report = Reporter(console, log, self.length.total, session.runtime.device, prepared.plan, live)
         epoch_steps = max(self.length.epoch_steps, self.length_before.epoch_steps, key=len)
         self.state = RunState(session, prepared.folder, ranks, report, self.length.total, epoch_steps)
-        data = prepared.training.sha256 + (prepared.validation.sha256 if config.data.eval_data else "")
+        data = prepared.data.training.sha256 + (prepared.data.validation.sha256 if config.data.eval_data else "")
         self.checkpoints = Checkpoints(
-            prepared.folder / "checkpoints", identity(config, session.base, data, prepared.examples_sha256)
+            prepared.folder / "checkpoints", identity(config, session.base, data, prepared.data.examples_sha256)
         )
         self.guard = Guard(self.loader, self.checkpoints, config.run.max_skipped, config.run.stop_on_warning)
+        self._around_step: Callable[[], AbstractContextManager[None]] = nullcontext
         self.hooks = self.state.hooks = self._hooks(callbacks)
-        self._on_event = [hook.event for hook in self.hooks if _overrides(hook, "event")]
-        self._around = [hook.around_step for hook in self.hooks if _overrides(hook, "around_step")]
-        self._on_sent = [hook.step_sent for hook in self.hooks if _overrides(hook, "step_sent")]
-        self._on_done = [hook.step_done for hook in self.hooks if _overrides(hook, "step_done")]
-        self._between_steps = [hook for hook in self.hooks if _overrides(hook, "due")]
         self.last: int | None = None  # the step after which all ranks stop, once one of them asks for it
         self.closing = False  # all steps are done: what is left changes no checkpoint
 
@@ -92,17 +87,19 @@ class Trainer:
         """In the order in which they are called."""
         prepared, state, run = self.prepared, self.state, self.session.config.run
         leads, console = state.ranks.leads, state.report.console
-        hooks: list[Hook] = [Preview(prepared.training.examples)]
+        hooks: list[Hook] = [Preview(prepared.data.training.examples)]
         if run.trace_steps and leads:
             hooks.append(Trace())
         if run.profile_every and state.ranks.world is not None:
             console.warn("profile_every is for one process: the steps of several ranks are not profiled")
         elif run.profile_every:
-            hooks.append(ProfiledSteps(self.session, self.shape))
-        if prepared.questions.questions:
-            hooks.append(Samples(prepared.questions))
-        if prepared.validation.examples:
-            hooks.append(Evaluation(prepared.validation.examples))
+            profiled = ProfiledSteps(self.session, self.shape)
+            self._around_step = profiled.around_step
+            hooks.append(profiled)
+        if prepared.data.questions.questions:
+            hooks.append(Samples(prepared.data.questions))
+        if prepared.data.validation.examples:
+            hooks.append(Evaluation(prepared.data.validation.examples))
         hooks += [self.checkpoints, self.guard]
         if callbacks:
             hooks.append(Callbacks(callbacks))
@@ -113,11 +110,12 @@ class Trainer:
 
     def start(self) -> None:
         """Write a new folder: the configuration and the log's first line. From here on the run can be resumed."""
-        start.write(self.state, self.prepared, self.checkpoints.identity, self.shape)
+        data, plan = self.prepared.data, self.prepared.plan
+        write_start(self.state, data.training, plan, self.checkpoints.identity, self.shape)
 
     def resume(self) -> None:
         """Go on in an existing folder from the latest whole checkpoint, or from the beginning if there is none yet."""
-        start.resume(self.state, self.checkpoints, self.length_before, self.shape)
+        resume_folder(self.state, self.checkpoints, self.length_before, self.shape)
 
     def go(self) -> TrainResult:
         state = self.state
@@ -138,7 +136,7 @@ class Trainer:
         state = self.state
         try:
             stopped = self._train()
-            if not self.prepared.validation.examples:  # else the last evaluation was saved
+            if not self.prepared.data.validation.examples:  # else the last evaluation was saved
                 self.checkpoints.save(state)
             self.closing = True
             state.report.phase("finalising")
@@ -165,8 +163,8 @@ class Trainer:
                         state.progress.epoch, state.progress.epoch_step = state.progress.epoch + 1, 0
                     self._epoch()
                 self.finish_steps()
-                for hook in self.hooks:
-                    hook.last_step(state)
+                if ended == "finished":  # an early stop follows an evaluation, which has checked the weights
+                    self.guard.check_end(state)
                 return ended
         finally:
             for hook in self.hooks:
@@ -200,34 +198,30 @@ class Trainer:
         state, report, p, optim = self.state, self.state.report, self.state.progress, self.session.config.optim
         lr = learning_rate(p.step, state.total, optim)
         tokens, responses = self.loader.counts(p.epoch, p.epoch_step)
-        hyper = {name: getattr(optim, name) for name in Hyper._fields if name != "divisor"}
-        hyper |= {"lr": lr, "divisor": self.loader.divisor(p.epoch, p.epoch_step)}
+        hyper = hyperparameters(optim, lr=lr, divisor=self.loader.divisor(p.epoch, p.epoch_step))
         dropout_seeds = [dropout_seed(p.step, number) for number in self.loader.bins(p.epoch, p.epoch_step)]
         if state.ranks.world is not None:  # a step that others have begun is not left: all stop after the same one
             hyper["stop"] = float(state.stop.signal > 0)
         facts = {"step": p.step + 1, "epoch": p.epoch, "lr": lr, "tokens": tokens, "response_tokens": responses}
         facts |= {"micro_batches": len(micro_batches)}
         report.sending()
-        with ExitStack() as around:
-            if not report.host_seconds:  # kernels compile, the graph is captured
-                around.enter_context(marked("first step"))
-            state.ranks.begin(p.step + 1)
-            for context in self._around:
-                around.enter_context(context())
+        state.ranks.begin(p.step + 1)
+        # In the first step kernels compile and the graph is captured.
+        with nullcontext() if report.host_seconds else marked("first step"), self._around_step():
             self.pipeline.step(micro_batches, hyper, dropout_seeds, facts, state.check_stop_alone)
         p.step, p.epoch_step = p.step + 1, p.epoch_step + 1
         report.sent(self.session, p.step)
-        for hook_sent in self._on_sent:
-            hook_sent(state, len(micro_batches))
+        for hook in self.hooks:
+            hook.step_sent(state, len(micro_batches))
 
     def _run_due(self) -> None:
         """Run the hooks that are due between two steps, in their order: a checkpoint follows an evaluation."""
         state = self.state
-        for hook in self._between_steps:
+        for hook in self.hooks:
             if hook.due(state):
                 self.finish_steps()
                 with state.report.meter.paused():
-                    if hook is not self.checkpoints and self.checkpoints.overdue(state):  # the work may take long
+                    if isinstance(hook, Evaluation) and self.checkpoints.overdue(state):  # an evaluation may take long
                         self.checkpoints.save(state)
                     hook.run(state)
 
@@ -243,8 +237,8 @@ class Trainer:
         state = self.state
         state.ranks.finished(done)
         state.report.step(done, scaled=self.step.scaler is not None)
-        for hook_done in self._on_done:
-            hook_done(state, done)
+        for hook in self.hooks:
+            hook.step_done(state, done)
         if done.signals.stop:
             state.stop.signal = state.stop.signal or signal.SIGTERM
         if self.last is None and (done.signals.stop or self.guard.stops):
@@ -260,8 +254,8 @@ class Trainer:
         self.last = None
 
     def _tell_event(self, event: Event) -> None:
-        for hook_event in self._on_event:
-            hook_event(self.state, event)
+        for hook in self.hooks:
+            hook.event(self.state, event)
 
     # Signals
 
@@ -295,7 +289,3 @@ class Trainer:
             self.checkpoints.save(state)
         if state.ranks.leads:
             state.report.end(self.session, state.progress.step, "interrupted", signal=int(number))
-
-
-def _overrides(hook: Hook, name: str) -> bool:
-    return getattr(type(hook), name) is not getattr(Hook, name)
