@@ -11,7 +11,7 @@
     print(session.generate("Once upon a time", max_new_tokens=20)[0])
 
 A session resolves `auto` as a run does: device and dtypes when it is opened, memory (recompute and the size of a
-micro-batch) by a plan when training begins, since whoever only evaluates or chats has to fit no training.
+micro-batch) by a plan when training begins, so that evaluation and chat need no memory for training.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ def open(
     console: Console | None = None,
     **settings: Unpack[Settings],
 ) -> Session:
-    """Open a base, or a run or adapter folder together with the base it belongs to. Of a run also a checkpoint, as in
-    `open("runs/mine@step-200")`, `@best` or `@last`, while it trains too. An empty base is the bundled SmolLM2.
+    """Open a base, or a run or adapter folder together with the base it belongs to. A checkpoint of a run is opened by
+    `open("runs/mine@step-200")`, `@best` or `@last`, also while the run trains. An empty base is the bundled SmolLM2.
 
     `settings` are those of docs/settings.md. `loss` is one of its names, or an object of a class of your own that
-    derives from `graftune.losses.Loss`. What `auto` came to is said on stderr, unless `quiet`.
+    derives from `graftune.losses.Loss`. The values that `auto` resolves to are printed on stderr, unless `quiet`.
 
     Example:
         session = graftune.open("model.gguf", rank=8, lr=1e-4)
@@ -116,8 +116,7 @@ def _opened(base: str, adapter: str, settings: dict[str, Any]) -> Session:
     if adapter and not tuned:
         raise GraftuneError("is not an adapter or run folder", where=adapter, fix="give one made by train or PEFT")
     if tuned and is_run(folder):
-        # What the run took for data and for its loss is what its evaluation means too; its template travels with the
-        # adapter.
+        # The run's settings of data and loss hold for its evaluation too; its template is saved with the adapter.
         stored = Config.of_run(folder).nested()
         kept = {k: v for k, v in stored["data"].items() if k not in ("template", "append_eos")}
         settings = kept | {name: stored["train"][name] for name in ("loss", "anchor")} | settings
@@ -139,9 +138,8 @@ def train(
     overrides: dict[str, Any] | None = None,
     **settings: Unpack[Settings],
 ) -> TrainResult:
-    """A whole run in a folder of its own, as `graftune train` makes it. `config` is a Config, a dict of
-    settings, or a YAML file; `settings` go before it, or are all there is. `resume` is the folder of a run to go on
-    with.
+    """Train a whole run in a folder of its own, as `graftune train` does. `config` is a Config, a dict of settings, or
+    a YAML file; `settings` override it. `resume` is the folder of a run to go on with.
 
     Each of `callbacks` is called with every event of the run's log, a dict with `event` (step, eval, sample, run_end,
     ...) and its figures. One that returns "stop" ends the run after a checkpoint, as Ctrl-C does.
@@ -202,7 +200,7 @@ def _check_callbacks(given: Any) -> None:
 
 
 def _settings(given: Any) -> dict[str, Any]:
-    """Keyword settings in their plain form: paths as text, records as the file they were put in."""
+    """Keyword settings as plain values: paths as text, records as the path of the file they were written to."""
     plain = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in given.items()}
     return plain | {name: as_value(plain[name]) for name in ("data", "eval_data") if name in plain}
 

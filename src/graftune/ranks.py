@@ -1,7 +1,7 @@
 """Which process of a run this one is, read from the environment that torchrun sets up.
 
-Known before torch is imported: the command line has to know at once whether this process is the one that speaks. A
-process that no launcher started is the only one of its run, and nothing of torch.distributed is touched for it.
+It is read before torch is imported, because only rank 0 prints. A process that no launcher has started is the only one
+of its run and uses nothing of torch.distributed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Share(NamedTuple):
-    """A part of what several ranks divide among themselves."""
+    """One rank's share of work that is divided among `size` ranks."""
 
     rank: int = 0
     size: int = 1
@@ -28,7 +28,7 @@ WHOLE = Share()
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank among `size`, its number on this machine, and where all of them meet."""
+    """This process's rank among `size`, its number on this machine, and the address of the rendezvous."""
 
     rank: int
     size: int
@@ -50,7 +50,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Ranks | No
     found = os.environ if environment is None else environment
     given = [name for name in NAMES if found.get(name)]
     if "LOCAL_RANK" not in given and found.get("WORLD_SIZE", "1") in ("", "1"):
-        return None  # a cluster names the one process of a job in such a way, too
+        return None  # clusters set these variables also for a job of one process
     missing = [name for name in NAMES if name not in given]
     if missing:
         raise GraftuneError(

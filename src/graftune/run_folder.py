@@ -1,10 +1,10 @@
-"""Folders that training leaves: runs, their adapters, models and checkpoints, each as something a session opens.
+"""Opens what a run leaves in its folder: the adapter or model, and checkpoints.
 
-A state of a run by name: RUN@step-200, RUN@best, RUN@last, and plain RUN while it has left no adapter yet.
+A checkpoint is named RUN@step-200, RUN@best or RUN@last; plain RUN names one while the run has no adapter yet.
 
-A checkpoint holds the flat arena. Laid out by the run's own settings it is the adapter, or the whole model, of that
-step; nothing is written for it. The run may go on meanwhile and delete what is being read: a checkpoint is opened
-first, and if it is gone by then, the folder is listed again. An open file stays readable when its name is gone.
+A checkpoint holds the flat arena. With the run's settings it becomes the adapter, or the whole model, of that step;
+nothing is written for it. The run may train meanwhile and delete checkpoints: if one is gone when it is opened, the
+folder is listed again. An open file stays readable after its name is deleted.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ def is_run(folder: Path) -> bool:
 
 
 def trains_all(folder: Path) -> bool:
-    """Whether a run's folder is that of one without an adapter."""
+    """Whether the run in this folder trains the whole model."""
     return Config.of_run(folder).train.method != "lora"
 
 
 def whole_run(folder: Path) -> dict[str, Any]:
-    """Settings that open the whole model a run left, for data as the run took it. A template lies with the model."""
+    """Settings that open the whole model of a run, with the run's settings of data. Its template is saved with the
+    model."""
     if not is_model(folder / "model"):
         raise GraftuneError("this run has no model yet", where=str(folder), fix="resume it and let it finish")
     data = Config.of_run(folder).nested()["data"]
@@ -51,7 +52,7 @@ def whole_run(folder: Path) -> dict[str, Any]:
 
 
 def adapter_folder(folder: Path) -> Path:
-    """An adapter's folder, given that or the run that made it."""
+    """The folder of an adapter, given that folder or the run that made it."""
     run = Path(str(folder).rpartition("@")[0] or ".")
     if "@" in folder.name and not folder.exists() and is_run(run):
         raise GraftuneError(
@@ -121,7 +122,7 @@ class RunCheckpoint:
     run: Path
     config: Config  # the run's
     step: int
-    name: str  # how to say which: step 200, the best so far
+    name: str  # as messages show it: step 200, the best so far
     path: Path
     weights: torch.Tensor  # the flat arena
     base_sha256: str
@@ -132,7 +133,7 @@ class RunCheckpoint:
 
 
 def find_state(target: str) -> RunCheckpoint | None:
-    """The state that a target names; None if it names something else, a run with its adapter among them."""
+    """The checkpoint that a target names; None if it names something else, such as a run with its adapter."""
     run, which = split(target)
     if not is_run(run):
         return None
@@ -142,7 +143,7 @@ def find_state(target: str) -> RunCheckpoint | None:
 
 
 def split(target: str) -> tuple[Path, str]:
-    """RUN@WHICH in two; a path that is there as it stands is taken so."""
+    """Split RUN@WHICH, unless a file or folder of the whole name exists."""
     found = re.fullmatch(r"(.+)@([^@/]+)", target)
     if found is None or Path(target).expanduser().exists():
         return Path(target).expanduser(), ""
@@ -169,7 +170,7 @@ def _opened(run: Path, which: str) -> RunCheckpoint:
 
 
 def _choose(run: Path, which: str, found: dict[int, Path]) -> tuple[int, str]:
-    """FileNotFoundError where the listing is no longer true."""
+    """The step and its name. Raises FileNotFoundError if the listing is out of date."""
     there = ", ".join(f"step-{step}" for step in sorted(found))
     exact = re.fullmatch(r"step-([0-9]{1,15})", which)
     if which not in ("", "best", "last") and not exact:
@@ -206,7 +207,7 @@ def _weights(path: Path) -> tuple[torch.Tensor, checkpoint.Identity]:
 
 
 def open_state(state: RunCheckpoint, settings: dict[str, Any]) -> Session:
-    """The model at that step. `settings` go before the run's own, which say nothing of this machine."""
+    """Open the model at that step. `settings` override the run's; the run's settings of its machine are not used."""
     stored = state.config.nested()
     base = {name: value for name, value in stored["base"].items() if name not in _HERE}
     train = {name: stored["train"][name] for name in ("method", "seed", "loss", "anchor")}
@@ -222,15 +223,14 @@ def open_state(state: RunCheckpoint, settings: dict[str, Any]) -> Session:
 
 
 def state_base(state: RunCheckpoint, base: str = "", revision: str = "") -> Base:
-    """The run's base, of which headers are read, with the run's template."""
+    """The run's base with the run's template. Only the headers of its files are read."""
     config, start = state.config, Path(state.config.lora.adapter or ".")
     opened = open_base(base or config.base.base, revision or config.base.revision)
     return with_template(opened, config, load_adapter(start) if config.lora.adapter and is_adapter(start) else None)
 
 
 def state_adapter(state: RunCheckpoint, base: Base, any_base: bool = False) -> Adapter:
-    """The adapter at that step, as a session has it, with no weight of the base loaded but the table that new tokens
-    follow."""
+    """The adapter at that step, as a session has it. Of the base only the tables that new tokens extend are loaded."""
     if state.trains_all:
         raise GraftuneError(
             "is a checkpoint of a run that trained the whole model, and only what such a run has left is exported",

@@ -431,7 +431,7 @@ def test_another_machine_is_said_and_not_refused(finished: Path, tmp_path: Path)
     since = [{"event": "run_start", "torch": "2"}, {"event": "resume", "torch": "3"}]
     assert resume.changed_since({"torch": "3"}, since) == ""
     forged = resume.changed_since({"torch": "3"}, [{"event": "run_start", "torch": "2\nall is well"}])
-    assert "torch was 2 all is well and is 3" in forged, "a line of somebody's log forges none of ours"
+    assert "torch was 2 all is well and is 3" in forged, "a line break in a log cannot forge a line of the console"
 
 
 def test_the_same_device_is_no_change_however_it_was_chosen(finished: Path, tmp_path: Path) -> None:

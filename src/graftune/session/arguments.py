@@ -1,4 +1,4 @@
-"""What the Python verbs are given, checked: each mistake is one sentence that names the argument, not a traceback."""
+"""Checks of the arguments of the Python API: a mistake is reported in one sentence that names the argument."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def data_set(value: object, verb: str) -> Dataset:
 
 
 def hyperparameters(given: Mapping[str, float | None]) -> dict[str, float]:
-    """Those that are given, within the ranges of the settings."""
+    """The values that are given, checked against the ranges of the settings."""
     found = {}
     for name, value in given.items():
         if value is not None:
@@ -89,7 +89,7 @@ def is_conversation(given: object) -> bool:
 
 
 def conversation(given: Sequence[Message]) -> Conversation:
-    """Messages in the form that templates read, as training data's are; but a text may be blank, as an answer is."""
+    """Messages in the form that templates read, as in training data; unlike there, a text may be blank."""
     turns = Turns()
     try:
         for place, message in enumerate(given, 1):
@@ -114,14 +114,14 @@ def prompt(given: object, name: str = "the prompt") -> str | Conversation:
 
 
 def prompts(given: object) -> list[str | Conversation]:
-    """One or several."""
+    """A list of prompts, of which one may be given alone."""
     if isinstance(given, str) or is_conversation(given) or not isinstance(given, Iterable):
         return [prompt(given)]
     return [prompt(one, f"prompt {number}") for number, one in enumerate(given, 1)]
 
 
 def texts(given: object) -> list[str]:
-    """One or several texts, which are continued as they stand."""
+    """A list of texts to continue, of which one may be given alone."""
     each = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
     for one in each:
         if not isinstance(one, str):
@@ -132,7 +132,7 @@ def texts(given: object) -> list[str]:
 
 
 def turns(given: object) -> Conversation:
-    """A conversation; a text is its first user turn."""
+    """A conversation; a text becomes its first user turn."""
     found = prompt([{"role": "user", "content": given}] if isinstance(given, str) else given, "the conversation")
     assert not isinstance(found, str)
     return found

@@ -42,7 +42,7 @@ class Batch:
 
     @property
     def divisor(self) -> float:
-        """What the loss's sums are divided by, of all micro-batches together."""
+        """The divisor of the loss's sums over all micro-batches."""
         return sum(batch.divisor for batch in self.packed)
 
     def __len__(self) -> int:
@@ -59,12 +59,12 @@ class Batch:
         return self._loader is not None and self._loader.fixed
 
     def _take(self, stage: Callable[[PackedBatch], Any]) -> Sequence[Any]:
-        """What was sent ahead; a second use sends it again."""
+        """The micro-batches that were sent to the device ahead; a second use sends them again."""
         staged, self._staged = self._staged, None
         return staged if staged is not None else [stage(batch) for batch in self.packed]
 
     def _suits(self, loss: Loss) -> bool:
-        """Whether the loss finds in it what it reads, and is divided by what it says."""
+        """Whether the batch has the fields and the divisor of this loss."""
         loader = self._loader
         return loss is self._loss or loader is None or loss.layout(loader.examples) == loader.layout
 
@@ -93,7 +93,7 @@ class StepStats:
 
     @property
     def loss(self) -> float:
-        """The mean over the response tokens of the whole step, or by what else the loss divides."""
+        """The mean over the response tokens of the whole step, or over the loss's own divisor."""
         return self._fetched().loss
 
     @property

@@ -1,8 +1,8 @@
 """A configuration -> a Session: the base opened, the adapters laid out, the weights placed, the decoder built.
 
 Training, evaluation, answers, the Python API and the benchmarks all start here, so an adapter means the same in each of
-them. What `auto` means for device and dtypes is read off the machine; what it means for memory (recompute and the size
-of a micro-batch) is the plan's to say, which lies above.
+them. `auto` devices and dtypes are resolved here, from the machine; `auto` settings of memory (recompute and the size
+of a micro-batch) are resolved by the plan, which is a layer above.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def open_session(
 
 
 def _placed(config: Config, base: Base, runtime: Runtime, world: World | None) -> Placement:
-    """Without a plan: where the weights alone fit."""
+    """The placement without a plan: the first one in which the weights alone fit."""
     if config.train.method != "lora":
         return nothing_frozen(base, config.base.base_dtype, runtime)
     placement = choose_placement(base, config.base.base_dtype, runtime)
@@ -131,8 +131,7 @@ def home_of(placement: Placement, base: Base, runtime: Runtime, world: World | N
 
 
 def check_method(config: Config) -> None:
-    """Settings of adapters where none are trained are a mistake: they would be read by nobody. And a loss that cannot
-    work with the method."""
+    """Refuse settings of adapters if the method trains none, and a loss that does not work with the method."""
     choose(config.train)
     method, default = config.train.method, LoraConfig()
     for name, unset in (("base_on", ("auto", "device")), ("shard_base", ("auto", "no"))):
@@ -178,8 +177,8 @@ def attention_for(base: Base, runtime: Runtime, longest: int) -> attention.Choic
 
 
 def with_template(base: Base, config: Config, adapter: Adapter | None) -> Base:
-    """The base with the chat template the run uses: a file of the user's, or the one saved with the adapter. It then
-    travels with the tokenizer into the next adapter that is saved. Where it prints a date, that is the run's."""
+    """The base with the chat template that the run uses: a file of the user's, or the one saved with the adapter. It is
+    saved again with the next adapter. A template that prints a date prints the run's."""
     file, date = config.data.template, config.data.date
     saved = adapter.folder / "chat_template.jinja" if adapter else None
     if file == "auto" and saved is not None and os.path.lexists(saved):
@@ -196,14 +195,14 @@ def with_template(base: Base, config: Config, adapter: Adapter | None) -> Base:
 
 
 def _settings(asked: LoraConfig, adapter: Adapter | None) -> LoraConfig:
-    """An adapter brings its own rank, alpha, targets; only dropout is the run's."""
+    """The settings of a loaded adapter (rank, alpha, targets), with the run's dropout."""
     if adapter is None:
         return asked.resolved()
     return dataclasses.replace(adapter.lora, dropout=asked.dropout, adapter=asked.adapter)
 
 
 def check_base(adapter: Adapter, base: Base, any_base: bool) -> None:
-    """Beside other weights an adapter means nothing, and where the shapes are equal nothing else would show it."""
+    """Refuse an adapter of another base: if the shapes are equal, no other check would notice it."""
     if not any_base and adapter.base_sha256 and adapter.base_sha256 != base.sha256:
         raise GraftuneError(
             f"was trained on another base than {base.path}",
