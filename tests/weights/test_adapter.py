@@ -20,6 +20,7 @@ from graftune.api import Session
 from graftune.errors import GraftuneError
 from graftune.model.decoder import PackedDocuments
 from graftune.weights.adapter import CONFIG, TENSORS
+from graftune.weights.uniform_rank import with_uniform_rank
 from tests.support import tiny
 
 DOCUMENT = [5, 90, 3, 200, 131, 7, 7, 64, 250, 17, 99, 2, 41]
@@ -225,3 +226,9 @@ def test_broken_json_is_refused(text: str, good: Path, tiny_folder: Any, tmp_pat
 def test_a_folder_without_an_adapter_is_refused(tiny_folder: Any, tmp_path: Path) -> None:
     with pytest.raises(GraftuneError, match="not an adapter or run folder"):
         opened(tiny_folder("llama"), tmp_path)
+
+
+def test_the_refusal_of_an_unknown_module_names_it_in_full() -> None:
+    tensors = {"layers.3.self_attn.gate.lora_A.weight": torch.zeros(4, 8)}
+    with pytest.raises(GraftuneError, match=r"adapters on layers\.3\.self_attn\.gate"):
+        with_uniform_rank(tensors, {"r": 4, "lora_alpha": 8}, GraftuneError, "here")

@@ -1,7 +1,7 @@
-"""Text from a decoder: prefill the packed prompts, then one token per sequence at a time over the cache.
+"""Generates text: prefills the packed prompts, then computes one token per sequence at a time with the cache.
 
-Several prompts run together, so that a weight is read once for all of them; a sequence leaves when it ends. On CUDA the
-step to the next token is captured in a graph: launched kernel by kernel it would wait for the host most of the time.
+Several prompts are batched, so that a weight is read once for all of them; a sequence leaves the batch when it ends. On
+CUDA the step to the next token is captured in a graph, because launching its kernels one by one would be host-bound.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def rounds(
     logprobs: bool = False,
     ended: Collection[int] = (),
 ) -> Iterator[dict[int, Token]]:
-    """One more token of every prompt that goes on, {prompt: token}, round after round; a stop token is a prompt's last.
-    A prompt that the caller puts into `ended` between two rounds gets no more."""
+    """Yields one more token of every unfinished prompt, {prompt: token}, each round; a stop token is a prompt's last. A
+    prompt that the caller adds to `ended` between two rounds gets no more."""
     for prompt in prompts:
         if not 0 < len(prompt) < decoder.spec.max_positions:
             raise GraftuneError(
@@ -77,7 +77,7 @@ def rounds(
 def _next(
     logits: torch.Tensor, sampling: Sampling, generator: torch.Generator, logprobs: bool
 ) -> tuple[torch.Tensor, list[float | None]]:
-    """The next token of each sequence [S], and its log-probability where that is asked for."""
+    """The next token of each sequence [S], and its log-probability if requested."""
     chosen = choose(logits, sampling, generator)
     if not logprobs:
         return chosen, [None] * len(chosen)
@@ -85,20 +85,20 @@ def _next(
 
 
 class TokenStep:
-    """One more token of every sequence that goes on: [S] tokens to [S, V] logits.
+    """Computes the next logits of every unfinished sequence: [S] tokens to [S, V] logits.
 
-    With `fixed` the step keeps the shape it has at first, and on CUDA is replayed from a graph from its second call on:
-    ended sequences are still computed, and their tokens are ignored. Otherwise they leave the cache.
+    With `fixed` the step keeps its first shape, and on CUDA it is replayed from a graph from the second call on: ended
+    sequences are still computed, and their tokens are ignored. Otherwise they are removed from the cache.
     """
 
     def __init__(self, decoder: Decoder, cache: Cache, *, adapted: bool = True, fixed: bool = False):
         self.decoder, self.cache, self.adapted = decoder, cache, adapted
-        self.rows = cache.sequences  # of the batch, that go on
+        self.rows = cache.sequences  # of the batch: the unfinished sequences
         self.fixed = FixedStep(decoder, cache, adapted) if fixed else None
         self.replayed = Captured(self.fixed, enabled=decoder.device.type == "cuda") if self.fixed else None
 
     def keep(self, places: torch.Tensor) -> None:
-        """Of the sequences that went on so far, only those in these places do."""
+        """Continues only the sequences at these indices of the unfinished ones."""
         if self.fixed is None:
             self.cache.keep(places)
         else:
@@ -117,7 +117,7 @@ class TokenStep:
 
 
 class FixedStep:
-    """The same from one fixed buffer into another, so that it can be captured in a graph."""
+    """The step from one fixed buffer into another, so that it can be captured in a graph."""
 
     def __init__(self, decoder: Decoder, cache: Cache, adapted: bool):
         self.decoder, self.cache, self.adapted = decoder, cache, adapted
@@ -127,7 +127,7 @@ class FixedStep:
     @torch.no_grad()
     def __call__(self) -> None:
         found = _step(self.decoder, self.tokens, self.cache, self.adapted)
-        if self.logits is None:  # at the first call, which is not captured: what a capture allocates is the graph's
+        if self.logits is None:  # at the first call, which is not captured: a graph owns what its capture allocates
             self.logits = torch.empty_like(found)
         self.logits.copy_(found)
         self.cache.lengths.clamp_(max=len(self.cache.token_indices) - 1)  # of sequences that have ended
@@ -141,7 +141,7 @@ def _step(decoder: Decoder, tokens: torch.Tensor, cache: Cache, adapted: bool) -
 def prefill(
     decoder: Decoder, tokens: torch.Tensor, lengths: Sequence[int], cache: Cache, backend: str, *, adapted: bool = True
 ) -> torch.Tensor:
-    """The prompts into the cache; the stream behind each one's last token, [S, D]."""
+    """Writes the prompts into the cache and returns the residual stream at the last token of each, [S, D]."""
     positions = torch.cat([torch.arange(n, device=decoder.device) for n in lengths])
     last = torch.tensor(lengths, device=decoder.device).cumsum(0) - 1
     run = decoder.begin(positions, Prefill(cache, tuple(lengths), backend), adapted=adapted)
@@ -150,21 +150,21 @@ def prefill(
 
 @torch.no_grad()
 def decode(decoder: Decoder, tokens: torch.Tensor, cache: Cache, *, adapted: bool = True) -> torch.Tensor:
-    """One more token a sequence, [S] to [S, D]."""
+    """Runs one more token of each sequence, [S] to [S, D]."""
     x = decoder.hidden(tokens, decoder.begin(cache.lengths, Decode(cache), adapted=adapted))
     cache.lengths += 1
     return x
 
 
 def final_lengths_of(lengths: Sequence[int], new_tokens: int, positions: int) -> list[int]:
-    """Tokens that prompts of these lengths come to, at most."""
+    """The most tokens that prompts of these lengths can grow to."""
     return [min(n + new_tokens, positions) for n in lengths]
 
 
 def in_groups(final_lengths: Sequence[int], capacity: int, size: CacheSize) -> list[list[int]]:
-    """Prompts, by index, that are continued together: as many consecutive ones as fit, at least one. The cache keeps
-    the longest prompt's length for each. It may take as many bytes as `capacity` tokens would if every layer kept keys
-    and values of them."""
+    """Groups of prompts, by index, that are continued together: as many consecutive ones as fit, at least one. The
+    cache reserves the longest prompt's length for each. It may take as many bytes as `capacity` tokens take if every
+    layer stores their keys and values."""
     groups: list[list[int]] = []
     for index, length in enumerate(final_lengths):
         group = [final_lengths[i] for i in groups[-1]] if groups else []
@@ -176,6 +176,6 @@ def in_groups(final_lengths: Sequence[int], capacity: int, size: CacheSize) -> l
 
 
 def cache_capacity(tokens: int, recompute: str) -> int:
-    """Tokens of the cache that questions are answered in. It takes no more memory than a step of `tokens` tokens; one
+    """The number of tokens in the cache for answers. It takes no more memory than a step of `tokens` tokens; a step
     that saves its activations takes several times as much per token."""
     return tokens * (4 if recompute in ("none", "selective") else 1)

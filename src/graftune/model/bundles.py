@@ -1,20 +1,19 @@
-"""Frozen weights that are on the device only while they are used: two buffers that the blocks take in turn.
+"""Fetches frozen weights to the device only while they are used, into two buffers that the blocks share.
 
-A bundle is the frozen weights of one block, or of the embedding, or of the head, as one flat run of bytes. Its home,
-where the bytes stay, is host memory (`HostMemory`) or all ranks together (dist/shard.py); weights in 4 bits
-travel as 4 bits. Block i always uses buffer i % 2, so each of its weights is a view with a fixed address: kernels know
-nothing of bundles, and passes are captured in graphs like any other.
+A bundle holds the frozen weights of one block, of the embedding or of the head in one flat buffer of bytes. Its home
+stores the bytes: host memory (`HostMemory`), or the memory of all ranks (dist/shard.py). Quantised weights are fetched
+as they are stored. Block i always uses buffer i % 2, so each of its weights is a view with a fixed address: kernels
+need no changes, and passes can be captured in graphs.
 
-    forward     while block i + 1 computes, block i + 2 is fetched into the buffer that block i has left
-    backward    the same downwards; the last two blocks are still there
+    forward     while block i + 1 computes, block i + 2 is fetched into the buffer of block i
+    backward    the same in reverse order; the last two blocks are still in the buffers
 
-A backward therefore ends with the first two blocks in the buffers, which is how every captured pass begins. Embedding
-and head, which may be as large as twenty blocks, share a third buffer: the head is fetched piece by piece between the
-blocks of the forward, the embedding between those of the backward. (In one queue with the blocks, as a whole, each
-would stop the pass for as long as it takes to arrive. Buffers for three blocks were not needed.) A table that is both
-embedding and head stays on the device.
+A backward therefore ends with the first two blocks in the buffers, which is the state that every captured pass expects.
+Embedding and head, which may be as large as twenty blocks, share a third buffer: the head is fetched piece by piece
+between the blocks of the forward, the embedding between those of the backward. (Fetched as a whole in the queue of the
+blocks, each would stall the pass. Buffers for three blocks were not needed.) A tied table stays on the device.
 
-Fetches run on a stream of their own. The host keeps track of what each buffer holds, and of the event to wait for.
+Fetches run on a separate stream. The host tracks what each buffer holds and the event to wait for.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from graftune.arithmetic import ceil_div
 from graftune.kernels import launch
 
 EMBEDDING, HEAD = "embedding", "head"
-ALIGNMENT = 256  # bytes, of a tensor in its bundle: as the allocator gives memory out
-SMALL = 4096  # bytes; what is smaller (the table of NF4's scales, say) stays on the device
+ALIGNMENT = 256  # bytes, of a tensor in its bundle: the alignment of the allocator
+SMALL = 4096  # bytes; smaller tensors (such as the table of NF4's scales) stay on the device
 LARGEST_PIECE, SMALLEST_PIECE = 64 << 20, 64 << 10  # bytes that are copied from host memory at once
 
 Key = int | str  # a block's number, EMBEDDING or HEAD
@@ -41,10 +40,10 @@ Place = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Movable(Protocol):
-    """A frozen weight whose tensors can be put elsewhere."""
+    """A frozen weight whose tensors can be moved."""
 
     def move(self, place: Place) -> None:
-        """Replace each tensor by what `place` returns for it, a tensor of the same shape; always in the same order."""
+        """Replaces each tensor by the result of `place`, a tensor of the same shape; always in the same order."""
         ...
 
 
@@ -55,33 +54,34 @@ class Reading(Protocol):
     size: int
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
-        """The same number of rows of every rank, one behind the other."""
+        """Concatenates the rows of all ranks, which have the same number of them."""
         ...
 
 
 class Home(Protocol):
-    """Where the bytes of bundles stay."""
+    """Stores the bytes of bundles."""
 
     @property
     def reading(self) -> Reading | None:
-        """How ranks read the file together; None: each for itself."""
+        """How ranks divide the reading of the file; None: each reads all of it."""
         ...
 
     def sizes(self, count: int) -> list[int]:
-        """The pieces in which so many bytes are kept; together they may be longer."""
+        """The sizes of the pieces that store `count` bytes; their sum may be larger."""
         ...
 
     def keep(self, piece: torch.Tensor) -> torch.Tensor:
-        """What stays of a piece."""
+        """Returns the stored form of a piece."""
         ...
 
     def fetch(self, kept: torch.Tensor, into: torch.Tensor) -> None:
-        """The piece back into a buffer, on the current stream."""
+        """Copies a stored piece into a buffer, on the current stream."""
         ...
 
 
 class HostMemory:
-    """Pinned, where the device is a GPU. torch rounds pinned memory up to powers of two, so pieces have such sizes."""
+    """Host memory, pinned where the device is a GPU. torch rounds pinned memory up to powers of two, so pieces have
+    such sizes."""
 
     reading = None
 
@@ -142,7 +142,7 @@ class Bundle:
         return sum(self.sizes)
 
     def attach(self, flat: torch.Tensor) -> None:
-        """The weights are views into `flat` from now on."""
+        """Makes the weights views into `flat`."""
         views = iter([place.view(flat) for place in self.places])
         for weight in self.weights:
             weight.move(_large(lambda _: next(views)))
@@ -156,20 +156,20 @@ class Buffer:
 
 
 class Bundles:
-    """The bundles of a decoder, their home and the buffers. While loading, `add` takes one after the other from the
-    device to the home; `finish` makes the buffers."""
+    """The bundles of a decoder, their home and the buffers. While the model is loaded, `add` moves each bundle from the
+    device to the home; `finish` allocates the buffers."""
 
     def __init__(self, home: Home, device: torch.device):
         self.home, self.device = home, device
         self.bundles: dict[Key, Bundle] = {}
         self.buffers: dict[Key, Buffer] = {}  # by the bundle; shared
         self.side = graph.stream("weights", device)
-        self.pending: deque[tuple[Buffer, torch.Tensor, torch.Tensor]] = deque()  # pieces of a table on its way
+        self.pending: deque[tuple[Buffer, torch.Tensor, torch.Tensor]] = deque()  # pieces of a table to fetch
         self.at_once = 1
 
     @property
     def collective(self) -> bool:
-        """Whether every rank has to make every pass, since they fetch together."""
+        """Whether every rank has to run every pass, because a fetch is a collective operation."""
         return self.home.reading is not None
 
     @property
@@ -218,12 +218,12 @@ class Bundles:
     # In a pass
 
     def begin(self) -> None:
-        """Fetch what a forward needs first."""
+        """Fetches the embedding and the first two blocks."""
         for key in (EMBEDDING, 0, 1):
             self._fetch(key)
 
     def enter(self, key: Key) -> None:
-        """From now on the current stream reads this bundle's weights."""
+        """Makes the current stream wait until this bundle's weights have arrived."""
         self._fetch(key)
         buffer = self.buffers.get(key)
         if buffer is None:
@@ -235,20 +235,20 @@ class Bundles:
             buffer.arrived = None
 
     def leave(self, key: Key, following: Key) -> None:
-        """The current stream has read them; the buffer's next bundle is fetched, if there is one of this name."""
+        """Called when the current stream has read the bundle `key`: fetches `following`, if there is such a bundle."""
         if key in self.bundles:
             self._fetch(following)
             if isinstance(key, int):
                 self._send(self.at_once)
 
     def restore_first_blocks(self) -> None:
-        """As a captured pass begins, and a backward ends: the first bundles are there, and nothing is under way."""
+        """Restores the state that a captured pass expects: the first bundles have arrived and no fetch is pending."""
         self.begin()
         for key in (EMBEDDING, 0, 1):
             self.enter(key)
 
     def _fetch(self, key: Key) -> None:
-        """A block at once, a table piece by piece behind the blocks that are fetched next."""
+        """Fetches a block immediately; the pieces of a table are queued and sent between the blocks."""
         buffer = self.buffers.get(key)
         if buffer is None or buffer.holds == key:
             return
@@ -267,7 +267,7 @@ class Bundles:
         pieces = list(pieces)
         if not pieces:
             return
-        self.side.wait_stream(graph.current_stream(self.device))  # what was sent there may still read the buffer
+        self.side.wait_stream(graph.current_stream(self.device))  # kernels queued there may still read the buffer
         with graph.on(self.side, "fetching weights"):
             for _, into, kept in pieces:
                 self.home.fetch(kept, into)
@@ -281,7 +281,7 @@ def _large(place: Place) -> Place:
 
 
 def _laid_out(tensors: Sequence[torch.Tensor]) -> list[TensorPlace]:
-    """One behind the other, each at a border of ALIGNMENT."""
+    """Places the tensors one after another, each at a multiple of ALIGNMENT."""
     places: list[TensorPlace] = []
     for tensor in tensors:
         assert tensor.is_contiguous(), "a bundle is made of whole tensors"
@@ -291,5 +291,5 @@ def _laid_out(tensors: Sequence[torch.Tensor]) -> list[TensorPlace]:
 
 
 def _absent(tensor: torch.Tensor) -> torch.Tensor:
-    """The shape without the memory, until the buffers exist."""
+    """A tensor of this shape without memory, until the buffers exist."""
     return tensor.new_empty(()).expand(tensor.shape)

@@ -1,9 +1,10 @@
 """The end of the decoder: the final norm and the LM head, over the rows that a loss asks for.
 
-A decoder knows no loss. `Decoder.read_out` ends a forward pass in an `Output`, and a loss calls that: `cross_entropy`
-gives loss and gradient in one pass over the head; `log_probs` and `grad_of` are the two passes of a loss whose gradient
-depends on the log-probabilities. `backward` takes the gradient on through the final norm, where the blocks' backward
-goes on. The alternative, a `loss` method of the decoder with a branch per loss, would grow with every loss.
+The decoder does not depend on the loss. `Decoder.read_out` ends a forward pass with an `Output`, which a loss calls:
+`cross_entropy` computes loss and gradient in one pass over the head; `log_probs` and `grad_of` are the two passes of a
+loss whose gradient depends on the log-probabilities. `backward` continues through the final norm to the gradient of the
+stream, from which the backward of the blocks starts. The alternative, a `loss` method of the decoder with a branch per
+loss, would grow with every loss.
 """
 
 from __future__ import annotations
@@ -64,18 +65,18 @@ class Head:
 
 @dataclass
 class Output:
-    """Rows [R, D] of one forward pass behind the final norm, and the head that reads them.
+    """Rows [R, D] of one forward pass after the final norm, and the head that reads them.
 
-    `labels` are the tokens that the rows should predict, -1 where a row is padding and counts for nothing.
+    `labels` are the tokens that the rows should predict; -1 marks padding, which does not enter the loss.
     """
 
     head: Head
     normed: torch.Tensor  # [R, D]
-    x: torch.Tensor  # [R, D]: the residual stream in front of the norm
+    x: torch.Tensor  # [R, D]: the residual stream before the norm
     rstd: torch.Tensor  # [R]
     weight: torch.Tensor  # of the norm
     weight_grad: torch.Tensor | None
-    adapter_columns: int  # that the stream's gradient has behind its own, for the adapters of the last block
+    adapter_columns: int  # extra columns of the stream's gradient, for the adapters of the last block
     logit_scale: float = 1.0
     logit_cap: float = 0.0
 
@@ -87,7 +88,7 @@ class Output:
         need_grad: bool = True,
         scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """-> (sum of the rows' losses, times `weights` [R] where there are any; gradient of the normed rows)."""
+        """The sum of the rows' losses, multiplied by `weights` [R] if given, and the gradient of the normed rows."""
         return linear_cross_entropy.forward(
             self.normed,
             self.head,
@@ -112,7 +113,7 @@ class Output:
         return grad
 
     def backward(self, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of the normed rows -> that of the stream, in a buffer for `Decoder.backward` to work in."""
+        """Turns the gradient of the normed rows into the stream's, in a buffer that `Decoder.backward` overwrites."""
         width = self.x.shape[1]
         out = augmented_buffer(self.x, len(self.x), width, self.adapter_columns)
         with spans.covering("final norm"):

@@ -1,7 +1,7 @@
-"""The layout of what trains: adapters, trained norms and rows of added tokens, or every weight of a model.
+"""Lays out the trainable tensors: adapters, trained norms and rows of added tokens, or every weight of a model.
 
-A layer's adapters are neighbours in the arena, and so are the A's of projections that share an input, so that the
-stacked A is itself a view. What AdamW must not decay (norms) comes last.
+A layer's adapters are adjacent in the arena, and so are the A's of projections that share an input, so that the
+stacked A is itself a view. Tensors without weight decay (norms) come last.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ def targets_of(spec: ModelSpec, config: LoraConfig) -> tuple[str, ...]:
 
 
 def adapter_columns_of(members: Sequence[str], targets: Collection[str], rank: int) -> int:
-    """Columns and rows that a group's adapters take beside its weight, a multiple of eight for aligned rows."""
+    """Columns and rows that a group's adapters add to its weight: a multiple of eight, for aligned rows."""
     return ceil_div(sum(member in targets for member in members) * rank, 8) * 8
 
 
 def build_arena(
     spec: ModelSpec, config: LoraConfig, device: torch.device, compute: torch.dtype, *, full: bool = False
 ) -> Arena:
-    """Lay out: the adapters and what trains beside them, or (`full`) every weight of the model."""
+    """Makes the arena of the adapters, trained norms and added rows, or (`full`) of every weight of the model."""
     place = _Layout()
     if full and spec.experts:
         raise GraftuneError("training every weight of a mixture of experts is not supported", fix="use method lora")
@@ -83,7 +83,7 @@ def build_arena(
 
 
 class _Layout:
-    """Slots one behind the other."""
+    """Places slots one after another."""
 
     def __init__(self) -> None:
         self.slots: dict[str, Slot] = {}
@@ -110,7 +110,7 @@ def _place_adapters(place: _Layout, spec: ModelSpec, config: LoraConfig) -> None
 
 
 def _place_everything(place: _Layout, spec: ModelSpec) -> None:
-    """By the names the base has. Projections that share an input are neighbours: one product serves them."""
+    """Places every weight by its name. Projections that share an input are adjacent: one product computes them."""
     place("embed_tokens.weight", (spec.vocab, spec.width), -1, True)
     weights = {index: layer.weights for index, layer in enumerate(spec.layers)}
     for layer, found in weights.items():
@@ -128,9 +128,9 @@ def _place_everything(place: _Layout, spec: ModelSpec) -> None:
 
 
 def start_from_scratch(arena: Arena, spec: ModelSpec, seed: int) -> None:
-    """Weights of a model that was never trained: Gaussian of std 0.02, those that write to the residual stream smaller
-    by the root of the number of such; norms one, biases zero; tensors that only a kind of layer has as their part says.
-    Drawn on the CPU: every device starts alike."""
+    """Initialises an untrained model: Gaussian weights of std 0.02, divided by sqrt(2 * layers) for projections that
+    write to the residual stream; norms are one and biases zero; a part initialises its own tensors.
+    Values are drawn on the CPU, so that they are the same for every device."""
     generator = torch.Generator().manual_seed(seed)
     for slot in arena.slots.values():
         value = arena.view(slot.name, arena.weights)
@@ -148,8 +148,8 @@ def start_from_scratch(arena: Arena, spec: ModelSpec, seed: int) -> None:
 
 
 def initialise(arena: Arena, config: LoraConfig, seed: int) -> None:
-    """A is PEFT's Kaiming uniform or Gaussian (std init_scale/rank), drawn on the CPU: every device starts alike;
-    B is zero, so the adapted model starts as the base."""
+    """Initialises A as PEFT does, Kaiming uniform or Gaussian (std init_scale/rank). B is zero, so the adapted model
+    starts equal to the base. Values are drawn on the CPU, so that they are the same for every device."""
     generator = torch.Generator().manual_seed(seed)
     for slot in arena.slots.values():
         if not slot.name.endswith("lora_A.weight"):
@@ -157,7 +157,7 @@ def initialise(arena: Arena, config: LoraConfig, seed: int) -> None:
         start = torch.empty(slot.shape)
         if config.init == "gaussian":
             start.normal_(0.0, config.init_scale / config.rank, generator=generator)
-        else:  # kaiming_uniform(a=sqrt(5)) comes to a bound of 1/sqrt(in)
+        else:  # the bound of kaiming_uniform(a=sqrt(5)) is 1/sqrt(in)
             bound = config.init_scale / math.sqrt(slot.shape[1])
             start.uniform_(-bound, bound, generator=generator)
         arena.view(slot.name, arena.weights).copy_(start)
@@ -165,7 +165,7 @@ def initialise(arena: Arena, config: LoraConfig, seed: int) -> None:
 
 
 def lora_group(arena: Arena, part: PartSpec, group: str, config: LoraConfig, layer: int) -> LoraGroup | None:
-    """The adapters of a group of projections as views into the arena; None where none of them has any."""
+    """The adapters of a group of projections as views into the arena; None if the group has no adapters."""
 
     def name(member: str, matrix: str) -> str:
         return f"layers.{layer}.{part.module}.{member}.lora_{matrix}.weight"
@@ -207,7 +207,7 @@ def expert_lora(arena: Arena, stem: str, config: LoraConfig) -> ExpertLora | Non
 
 
 def _one_diagonal(arena: Arena, group: Sequence[str]) -> bool:
-    """A CPU prefers one product with zeros beside the diagonal to several without; a GPU has better ways."""
+    """On a CPU one product with zeros off the diagonal is faster than several products."""
     return len(group) > 1 and not launch.on_gpu(arena.device)
 
 

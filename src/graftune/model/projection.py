@@ -1,21 +1,21 @@
-"""A frozen weight and the adapters on it: y = x W' + s (x A') B', forward and backward.
+"""Multiplies by a frozen weight and its adapters: y = x W' + s (x A') B', forward and backward.
 
-Two layouts of one product. On a GPU the weight's storage has n adapter columns beside it and as many rows below it,
+The product has two layouts. On a GPU the weight's storage has n adapter columns beside it and as many rows below it,
 into which the adapters are copied whenever they change,
 
         in   n
     [   W  | sB  ]  out         forward   y  = [x  | h] [W | sB]'     h = x A'
     [   A  |     ]  n           backward  dX = [dY | g] [W ; A]       g = s dY B
 
-so that the adapters' share costs no pass of its own over y or dX: the products are a few columns deeper, and that is
-all. For this, the code that writes x or dY uses `input_buffer` or `grad_buffer`, which have adapter columns for h and
-g. (A `wide` y has them too, so that its gradient can overwrite it.) Elsewhere (on a CPU, for weights still in the file,
-and in the backward with dropout) the adapters' share is a product of its own, and buffers have no adapter columns.
+so that the adapters need no separate pass over y or dX: the products only get a few columns deeper. For this, the code
+that writes x or dY uses `input_buffer` or `grad_buffer`, which have adapter columns for h and g. (A `wide` y
+has them too, so that its gradient can overwrite it.) Elsewhere (on a CPU, for weights still in the file, and in the
+backward with dropout) the adapters have a separate product, and buffers have no adapter columns.
 
 Full-parameter training is the same class over a weight that trains: `accumulate_grad` then adds dW instead of dA.
 
-What writes x or dY is a method here where a kind of projection can do it in one kernel with what its product reads
-(`after_norm`, `after_act`, `act_backward`, `norm_backward`, `rope_backward`): fp8_projection.py is such a kind.
+The operations that write x or dY are methods here (`after_norm`, `after_act`, `act_backward`, `norm_backward`,
+`rope_backward`), because a projection such as that of fp8_projection.py fuses them with the input of its product.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from graftune.model.arena import LoraGroup
 from graftune.model.context import PassContext
 from graftune.model.frozen import Augmented, Frozen, Trained, row_stride
 
-# Tokens, or values of dY, from which g and dB are made in one pass over it; below, dB has time beside attention.
+# From so many tokens, or values of dY, g and dB are computed in one pass over dY; below, dB runs beside attention.
 LONG, WIDE = 2048, 12_000_000
 
 
 class Normed(NamedTuple):
-    """What a projection read, as what the norm before it left: x * rstd * weight."""
+    """The input of a projection as the norm before it computed it: x * rstd * weight."""
 
     rstd: torch.Tensor  # [T] fp32
     weight: torch.Tensor  # [in] fp32
@@ -47,8 +47,8 @@ class Normed(NamedTuple):
 
 
 class ReadyGrad:
-    """A gradient in the form that its projection multiplies, left by the kernel that wrote the gradient buffer: only
-    the projection that made it, and gets it back in `backward`, knows what it is."""
+    """A gradient in the form that its projection multiplies, made by the kernel that wrote the gradient buffer. Only
+    the projection that made it reads it, in `backward`."""
 
 
 def augmented_buffer(like: torch.Tensor, rows: int, width: int, adapter_columns: int) -> torch.Tensor:
@@ -100,7 +100,7 @@ class Projection:
     def after_act(
         self, gate_up: torch.Tensor, ctx: PassContext, kind: str = "silu"
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The product of the gated unit of gate_up, and h."""
+        """The product of the activated gate_up, and h."""
         act = self.input_buffer(gate_up, len(gate_up))
         swiglu.forward(gate_up, act[:, : self.width_in], kind)
         return self.forward(act, ctx)
@@ -116,7 +116,7 @@ class Projection:
     def act_backward(
         self, grad_act: torch.Tensor, gate_up: torch.Tensor, ctx: PassContext, kind: str = "silu"
     ) -> tuple[torch.Tensor, torch.Tensor, ReadyGrad | None]:
-        """swiglu.backward -> (our gradient buffer, the activation, what `backward` is given as `ready`)."""
+        """Runs swiglu.backward; returns our gradient buffer, the activation, and `ready` for `backward`."""
         grad, act = self._act_buffers(grad_act, gate_up)
         swiglu.backward(grad_act, gate_up[:, : self.width_out], grad[:, : self.width_out], act, kind)
         return grad, act, None
@@ -137,8 +137,8 @@ class Projection:
         out: torch.Tensor,
         ctx: PassContext,
     ) -> ReadyGrad | None:
-        """rms_norm.add_backward into `out`, our gradient buffer, for a norm that does not learn; what it returns is for
-        `backward`."""
+        """Runs rms_norm.add_backward into `out`, our gradient buffer, for a norm that is not trained; returns `ready`
+        for `backward`."""
         rms_norm.add_backward(grad_y, x, *normed, residual, None, out[:, : self.width_out])
         return None
 
@@ -150,7 +150,7 @@ class Projection:
         heads: tuple[int, int, int],
         ctx: PassContext,
     ) -> ReadyGrad | None:
-        """rope.finish_backward into `out`, our gradient buffer, where q and k have no norm; what it returns is for
+        """Runs rope.finish_backward into `out`, our gradient buffer, where q and k have no norm; returns `ready` for
         `backward`."""
         rope.finish_backward(grads, out[:, : self.width_out], *tables, heads, out.new_empty(0))
         return None
@@ -158,8 +158,8 @@ class Projection:
     def forward(
         self, x: torch.Tensor, ctx: PassContext, *, wide: bool = False, h: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """An input buffer -> (y, h for the backward). A `wide` y comes with the adapter columns that its gradient will
-        need; an `h` from an earlier forward is not computed again."""
+        """Turns an input buffer into y, and h for the backward. A `wide` y comes with the adapter columns that its
+        gradient will need; an `h` from an earlier forward is not computed again."""
         spans.product(self.name)
         plain = x[:, : self.width_in]
         if self.lora is None or not ctx.adapted:
@@ -181,7 +181,7 @@ class Projection:
         return y, h
 
     def _dropped(self, x: torch.Tensor, ctx: PassContext) -> torch.Tensor:
-        """What the adapters read."""
+        """The input of the adapters, after dropout."""
         return x if ctx.dropout is None else ctx.dropout.apply(x, self.mask_id)
 
     def backward(
@@ -192,8 +192,8 @@ class Projection:
         need_input: bool = True,
         ready: ReadyGrad | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """A gradient buffer -> (dX if needed, g for `accumulate_grad`); adds dB. `ready`: what `act_backward`,
-        `norm_backward` or `rope_backward` left."""
+        """Turns a gradient buffer into dX, if needed, and g for `accumulate_grad`; adds dB. `ready`: the result of
+        `act_backward`, `norm_backward` or `rope_backward`."""
         spans.product(self.name)
         grad_y, lora = grad[:, : self.width_out], self.lora
         if lora is None or h is None:
@@ -216,7 +216,8 @@ class Projection:
         return grad_x.add_(ctx.dropout.apply(g @ lora.down, self.mask_id)), g
 
     def _grad_up_with_g(self, grad_y: torch.Tensor, low: LowRank, ctx: PassContext) -> torch.Tensor | None:
-        """Where dB is to be added in the pass over dY that makes g. None: it is queued, to run beside attention."""
+        """The buffer of dB if it is added in the pass over dY that computes g. None: dB is queued, to run beside
+        attention."""
         assert self.lora is not None
         grad_up = self.lora.grad_up
         if len(grad_y) >= LONG or grad_y.numel() >= WIDE:
@@ -233,7 +234,7 @@ class Projection:
         ctx: PassContext,
         normed: Normed | None = None,
     ) -> None:
-        """Adds dA, or dW where the weight itself trains. x [T, in] is what was read, or what the norm read."""
+        """Adds dA, or dW where the weight itself trains. x [T, in] is the input, or the input of the norm."""
         if g is not None or isinstance(self.frozen, Trained):
             whole = grad[:, : self.width_out] if isinstance(self.frozen, Trained) else None  # dA does without it
             reads = [x, *(normed or ()), *(t for t in (whole, g) if t is not None)]

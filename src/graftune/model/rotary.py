@@ -1,9 +1,9 @@
-"""Rotary frequencies: plain, and stretched for contexts longer than a model first learned.
+"""Rotary frequencies: plain, and scaled for contexts longer than the one a model was first trained on.
 
-linear     all slowed alike
-llama3     long wavelengths slowed, short ones kept, those between blended
-yarn       the same by turns within the original context, with a factor on attention
-longrope   a divisor for each frequency, and another list of them for texts beyond the original context
+linear     divides all frequencies by one factor
+llama3     divides those of long wavelengths, keeps those of short ones, and blends those between
+yarn       does the same by the number of turns within the original context, and scales attention
+longrope   has a divisor for each frequency, and a second list of them for texts beyond the original context
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WIDEST = 1 << 16  # columns of a head in a sane file
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched. Fields that a kind does not use stay at their defaults."""
+    """How rotary frequencies are scaled. Fields that a kind does not use stay at their defaults."""
 
     kind: str = "none"  # none | linear | llama3 | yarn | longrope
     factor: float = 1.0
@@ -39,7 +39,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """How attention rotates queries and keys. Layers with equal ones share rotary tables."""
+    """How attention rotates queries and keys. Layers with equal specs share rotary tables."""
 
     width: int  # columns of a head that are rotated
     theta: float
@@ -48,7 +48,7 @@ class RopeSpec:
 
     @property
     def is_sound(self) -> bool:
-        """Whether it can be computed, which a damaged file may prevent."""
+        """Whether the frequencies can be computed and are finite; those of a damaged file may not be."""
         scaling = self.scaling
         lengths = {len(scaling.short), len(scaling.long), self.width // 2}
         if scaling.kind == "longrope" and (len(lengths) != 1 or scaling.original_length < 2):
@@ -66,9 +66,9 @@ class RopeSpec:
 
 
 class Rope(NamedTuple):
-    """The frequencies of some layers, as the decoder makes tables of them."""
+    """The frequencies from which the decoder computes the rotary tables of some layers."""
 
-    frequencies: torch.Tensor  # [R/2] fp32, R the columns of a head that turn
+    frequencies: torch.Tensor  # [R/2] fp32, R the columns of a head that are rotated
     scaling: float  # multiplies cos and sin
     far: torch.Tensor | None = None  # the frequencies of documents longer than `limit`
     limit: int = 0
@@ -99,14 +99,14 @@ def _scaled(width: int, theta: float, scaling: RopeScaling) -> tuple[torch.Tenso
 
 
 def long_attention(scaling: RopeScaling) -> float:
-    """Longrope's attention factor; its `factor` is how many times the original context the whole is."""
+    """Longrope's attention factor; its `factor` is the longest context divided by the original one."""
     if scaling.attention_factor or scaling.factor <= 1:
         return scaling.attention_factor or 1.0
     return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_length))
 
 
 def _llama3(base: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Long wavelengths are slowed by `factor`, short ones kept, and those between blended by their share."""
+    """Divides frequencies of long wavelengths by `factor`, keeps those of short ones, and blends those between."""
     wavelength = 2 * math.pi / base
     share = (scaling.original_length / wavelength - scaling.low_freq_factor) / (
         scaling.high_freq_factor - scaling.low_freq_factor
@@ -116,7 +116,7 @@ def _llama3(base: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 
 def _yarn(base: torch.Tensor, theta: float, width: int, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
-    """Frequencies that turn often within the original context are kept, slow ones interpolated, a ramp between."""
+    """Keeps frequencies with many turns within the original context, interpolates slow ones, with a ramp between."""
 
     def dimension(turns: float) -> float:
         return width * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -137,5 +137,5 @@ def _yarn(base: torch.Tensor, theta: float, width: int, scaling: RopeScaling) ->
 
 
 def yarn_attention(factor: float, weight: float = 1.0) -> float:
-    """Yarn's factor on attention, where a model does not state another."""
+    """Yarn's attention factor, for models that do not state another."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -42,8 +42,8 @@ def with_uniform_rank(
     for module in downs:
         first, _, rest = module.partition(".")
         number, _, inner = rest.partition(".")
-        module, _, target = inner.rpartition(".")
-        if first != "layers" or not number.isdecimal() or module not in MODULES.get(target, ()):
+        parent, _, target = inner.rpartition(".")
+        if first != "layers" or not number.isdecimal() or parent not in MODULES.get(target, ()):
             raise refuse(f"adapters on {module}")
     if not downs:
         raise GraftuneError("holds no A and B of any module", where=where, fix="copy the adapter again")
