@@ -127,9 +127,7 @@ def of_split(names: Sequence[str], split: str, where: str) -> list[str]:
     loose = [name for name in splits.get("", []) if _has(name, wanted)]
     if loose:
         return loose
-    if not split and list(splits) == [""]:
-        return splits[""]
-    if split == "train" and list(splits) == [""]:
+    if wanted == "train" and list(splits) == [""]:
         return splits[""]
     shown = ", ".join(sorted(key or "(files without a split's name)" for key in splits))
     raise GraftuneError(
