@@ -26,8 +26,7 @@ from graftune.model.spec import ModelSpec
 from graftune.observe.console import Console
 from graftune.observe.memory import parse_bytes
 from graftune.plan import Bytes, Card, Setup, choose, job, libraries, rehearse
-from graftune.plan.counting import Counting
-from graftune.plan.tally import Tally, block_bytes
+from graftune.plan.counting import Counting, Tally, block_bytes
 from graftune.runtime import Runtime
 from graftune.session import attention_for
 from graftune.settings.config import Config, LoraConfig

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graftune.kernels.rehearsal import Device, rehearsing
 from graftune.plan import Bytes, Setup
+from graftune.plan.counting import Tally, bare
 from graftune.plan.rehearse import CountingRehearsal, run_phases
-from graftune.plan.tally import Tally, bare
 
 
 def rehearse_real(setup: Setup) -> Bytes:

@@ -1,14 +1,15 @@
-"""How many bytes a run will take, by owner, before anything of it is loaded.
+"""Predicts the memory of a run, by owner, before anything is loaded.
 
-tally.py     live bytes by owner, and their peak
-counting.py  what operations on tensors without memory would allocate
-shapes.py    the shapes that operations make
-unread_sources.py  a base's tensors without their contents
-transfer.py  whether fetched weights arrive in time
-libraries.py what libraries allocate by themselves
-rehearse.py  the real step, run on them
-job.py       a run's settings as such a step, and the plan that comes of it
-choose.py    what `auto` comes to; the refusal, with the nearest setting that fits
+choose.py           resolves `auto`; refuses a run that does not fit, with the nearest setting that fits
+job.py              turns a run's settings into a rehearsal, and its result into a plan
+rehearse.py         runs the real step on tensors without memory
+counting.py         counts what operations on such tensors would allocate, by owner, and the peak
+shapes.py           the shapes of the results of torch's operations
+libraries.py        the memory that libraries allocate by themselves
+unread_sources.py   a base's tensors without their contents
+rehearsal_cache.py  rehearsals kept between runs
+cards.py            GPUs by name
+transfer.py         whether fetched weights arrive in time
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from graftune.errors import GraftuneError
 from graftune.kernels.rehearsal import Device
-from graftune.plan.tally import MIB
+from graftune.plan.counting import MIB
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,15 @@
-"""What `auto` comes to, and what to do where nothing fits.
+"""Resolves `auto`, and suggests other settings if a run does not fit.
 
-Recomputing costs time (selective an eighth, full a third of the products), dividing a step into smaller micro-batches
-costs little as long as each is large enough to fill the device. So the order is: no recompute in the largest
-micro-batch that fits, down to `ENOUGH` tokens; then the same with more recomputing; then smaller micro-batches.
+Recomputing costs time (selective an eighth, full a third of the products), while dividing a step into smaller
+micro-batches costs little as long as each fills the device. So the order is: no recompute with the largest micro-batch
+that fits, down to `ENOUGH` tokens; then the same with more recomputing; then smaller micro-batches.
 
-On a GPU a micro-batch is at most `MOST` tokens: products are at full speed there (an H200 reaches 97% of its rate at
-4096), and more tokens only take more memory. On a CPU 1024 are enough. Several ranks divide a step: a micro-batch is
-no larger than leaves one for each of them.
+On a GPU a micro-batch has at most `MOST` tokens: products are at full speed there (an H200 reaches 97% of its rate at
+4096), and more tokens only need more memory. On a CPU 1024 are enough. Several ranks divide a step, and a micro-batch
+is small enough that each rank gets one.
 
-A run that does not fit is refused before anything is loaded, with the nearest setting that does: the same micro-batch
-with more recomputing, then smaller ones, then the base in fewer bits, then in host memory.
+A run that does not fit is refused before anything is loaded. The message names the nearest setting that fits: the same
+micro-batch with more recomputing, then smaller ones, then the base in fewer bits, then the base in host memory.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from graftune.weights.placement import Placement
 
 POLICIES = ("none", "selective", "full", "offload")
 MOST = {"cuda": 8192, "cpu": 1024}  # tokens of a micro-batch
-ENOUGH = {"cuda": 2048, "cpu": 256}  # that fill the device
+ENOUGH = {"cuda": 2048, "cpu": 256}  # tokens that fill the device
 LEAST = 64
-SECANTS = 8  # sizes that `largest` tries by a line before it halves
-FURTHEST = {"cuda": 1 << 17, "cpu": 1 << 14}  # that `largest` looks
+SECANTS = 8  # sizes that `largest` tries by the secant method before it bisects
+FURTHEST = {"cuda": 1 << 17, "cpu": 1 << 14}  # the largest size that `largest` tries
 
 
 def resolve_auto(job: Job) -> Plan:
-    """The plan of the settings as asked for, `auto` resolved; refused if it does not fit."""
+    """The plan of the job's settings with `auto` resolved. Refuses a run that does not fit."""
     plan = best(job)
     if not plan.fits:
         raise refusal(job, plan)
@@ -42,15 +42,15 @@ def resolve_auto(job: Job) -> Plan:
 
 
 def best(job: Job) -> Plan:
-    """The first choice that fits; if none does, the first. Frozen weights stay on the device where any choice fits
-    with them there."""
+    """The plan of the first choice that fits; if none fits, of the first. Frozen weights stay on the device if any
+    choice fits that way."""
     first: tuple[Plan, Placement] | None = None
     found = list(choices(job))
     for on_host, ranks in job.places:
         job.placement = job.placement.placed_at(on_host, ranks)
         for policy, capacity in found:
             plan = job.plan(policy, capacity)
-            # What a placement takes to save a little time is the first thing that is given up.
+            # First give up the memory that a placement uses to save a little time.
             while not plan.fits and (less := job.placement.with_less_memory) is not None:
                 job.placement = less
                 plan = job.plan(policy, capacity)
@@ -58,7 +58,7 @@ def best(job: Job) -> Plan:
                 return plan
             first = first or (plan, job.placement)
             if (policy, capacity) == found[0] and not job.plan(*found[-1]).fits_device:
-                break  # the last choice takes the least of the device
+                break  # the last choice needs the least device memory
     assert first is not None
     plan, job.placement = first
     return plan
@@ -85,16 +85,16 @@ def refusal(job: Job, plan: Plan) -> GraftuneError:
     return GraftuneError(
         f"training needs {human_bytes(needed)} of {kind} and {human_bytes(free)} are free",
         where=job.base.name or str(job.base.path),
-        fix=_mend(job, plan),
+        fix=_fix(job, plan),
     )
 
 
 def nearest(job: Job, plan: Plan) -> Plan | None:
-    """The first of the weaker settings that fits, by their distance from what was asked for."""
+    """The plan of the first weaker setting that fits, in order of the distance from the settings."""
     has, policies = plan.settings, policies_of(job)
     start = policies.index(has["recompute"])
     weaker = policies[start:]
-    if plan.fits_device:  # it is the host that is short: what keeps more on the device may do
+    if plan.fits_device:  # host memory is short: policies that keep more on the device may fit
         weaker += policies[:start][::-1]
     sizes = [has["tokens_per_micro_batch"]] if job.resuming else halves(job, has["tokens_per_micro_batch"])
     for placement in _placements(job, has["base_dtype"]):
@@ -108,10 +108,11 @@ def nearest(job: Job, plan: Plan) -> Plan | None:
 
 
 def largest(job: Job, policy: str) -> int:
-    """Tokens of the largest micro-batch that fits under a policy, in steps of 512 and up to `furthest`, or of those
-    below; 0: none does.
-    Memory grows with tokens in a straight line as soon as there are as many logits as exist at once: a line through the
-    two sizes that come nearest to what is free ends at the right one, or close by."""
+    """Tokens of the largest micro-batch that fits with a policy, in steps of 512 up to `furthest`, or a smaller one by
+    halving; 0 if none fits.
+
+    Memory grows linearly with tokens once a chunk of logits is full, so a line through the two sizes nearest to the
+    free memory leads to the answer or close to it."""
     least, top = ceil_div(job.longest, 512), furthest(job) // 512
     below, beyond = least - 1, top + 1  # in steps: the largest known to fit, and the smallest known not to
     over: dict[int, int] = {}
@@ -124,7 +125,7 @@ def largest(job: Job, policy: str) -> int:
             (a, over_a), (b, over_b) = sorted(over.items(), key=lambda known: abs(known[1]))[:2]
             steps = a - over_a * (b - a) // (over_b - over_a) if over_a != over_b else (below + beyond) // 2
             steps = min(max(steps, below + 1), beyond - 1)
-        else:  # it is something else that decides
+        else:  # memory is not linear here: bisect
             steps = (below + beyond) // 2
         if below < steps < beyond:
             plan = job.plan(policy, steps * 512)
@@ -139,7 +140,7 @@ def largest(job: Job, policy: str) -> int:
 
 
 def furthest(job: Job) -> int:
-    """How far `largest` looks."""
+    """The largest micro-batch that `largest` tries."""
     return max(FURTHEST[_kind(job)], ceil_div(job.longest, 512) * 512)
 
 
@@ -148,7 +149,7 @@ def policies_of(job: Job) -> tuple[str, ...]:
 
 
 def halves(job: Job, top: int) -> list[int]:
-    """From `top` down to the longest example, or to LEAST."""
+    """Sizes from `top`, each half of the one before, down to the longest example or to LEAST."""
     least = max(job.longest, LEAST)
     sizes = [max(top, least)]
     while sizes[-1] > least:
@@ -156,7 +157,7 @@ def halves(job: Job, top: int) -> list[int]:
     return sizes
 
 
-def _mend(job: Job, plan: Plan) -> str:
+def _fix(job: Job, plan: Plan) -> str:
     found = nearest(job, plan)
     if found is None:
         larger = "a larger card" if plan.device == "cuda" and not plan.fits_device else "a machine with more memory"
@@ -165,12 +166,12 @@ def _mend(job: Job, plan: Plan) -> str:
     names = ("base_dtype", "base_on", "recompute", "tokens_per_micro_batch")
     changed = [name for name in names if found.settings[name] != plan.settings[name]]
     weaker = ", ".join(f"{name} {found.settings[name]}" for name in changed)
-    where = " of the device" if plan.device == "cuda" and plan.fits_device else ""  # it is the host that is short
+    where = " of the device" if plan.device == "cuda" and plan.fits_device else ""  # host memory is short
     return f"{weaker} would need {human_bytes(found.needed)}{where}"
 
 
 def _placements(job: Job, has: str) -> list[Placement]:
-    """The base as it is, then in fewer bits; and the same wherever else it may lie, at last in host memory."""
+    """Placements to try: the base as it is, then in fewer bits; then the same in other places, host memory last."""
     places = [*job.places]
     if _kind(job) == "cuda" and job.config.base.base_on == "device" and job.config.train.method == "lora":
         places.append((True, job.placement.ranks))
@@ -179,8 +180,8 @@ def _placements(job: Job, has: str) -> list[Placement]:
 
 
 def _fewer_bits(job: Job, has: str) -> list[str]:
-    """The base as it is, and then in fewer bits, where adapters train on it: a GGUF's own blocks first, which are what
-    is served later."""
+    """Formats of the base to try: the present one, then fewer bits if adapters train on it. A GGUF's own blocks come
+    first, because they are what is served later."""
     if job.resuming or job.config.train.method != "lora":
         return [has]
     known = typing.get_args(typing.get_type_hints(BaseConfig)["base_dtype"])

@@ -1,43 +1,150 @@
-"""Counts what operations on meta tensors would allocate.
+"""Counts what operations on meta tensors would allocate, by owner.
 
-torch's meta tensors have a shape, a dtype and strides, and no memory. The rehearsed device is `meta:0`; host memory is
-the CPU, whose tensors are made as meta tensors too. Which of the two a meta tensor stands for, the tally knows by its
-storage, since every storage is entered in it when it is made. A dispatch mode sees every operation of torch: it runs on
-the meta tensors as they are, and what comes out with a storage of its own is entered.
+torch's meta tensors have a shape, a dtype and strides, but no memory. The rehearsed device is `meta:0`; host memory is
+the CPU, whose tensors are made as meta tensors too. The `Tally` knows which of the two a meta tensor stands for, since
+every new storage is entered in it; a weak reference on the storage says when it is freed. Live bytes are counted by
+owner, so that the peak can be split by owner. torch's allocator could not tell: it needs the device, and its peak has
+no owners. `Counting` is a dispatch mode that sees every operation of torch, runs it on the meta tensors and enters each
+result that has a new storage.
 
-Small tables that are made from Python's numbers on the host are real tensors: shapes may follow from them. (A tensor
-subclass that says it lies on the GPU was the way before; it needed torch.cuda's functions replaced. torch's FakeTensor
-is its compiler's: it imports that, and its CUDA tensors cannot be sliced by a torch built without CUDA.)
+Small tables that are made from Python numbers on the host are real tensors, because shapes may depend on them. (A
+tensor subclass that claims to be on the GPU was used before; it needed torch.cuda's functions replaced. torch's
+FakeTensor imports the compiler, and its CUDA tensors cannot be sliced by a torch built without CUDA.)
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
+from graftune.arithmetic import ceil_div
 from graftune.plan.shapes import RULES
-from graftune.plan.tally import Tally, bare
-from graftune.private import find, makes_new, writes_to
+from graftune.private import find, makes_new, storage_id, writes_to
 
 _TorchDispatchMode: Any = find("torch.utils._python_dispatch.TorchDispatchMode")
 _READ_VALUE = find("torch.ops.aten._local_scalar_dense.default")
 _TO_COPY = find("torch.ops.aten._to_copy.default")
 META = torch.device("meta")
 TABLES = {torch.ops.aten.arange, torch.ops.aten.linspace}
-# Of the operations that make a new tensor, those whose shape torch knows without its compiler's references.
+# Operations that make a new tensor whose shape torch computes without its compiler's references.
 WITHOUT_REFERENCES = {torch.ops.aten.empty, find("torch.ops.aten._to_copy")}
 RESHAPING = {"resize_", "resize_as_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_"}
+MIB = 1 << 20
+SCRATCH, MAPPED = "scratch", "mapped"  # mapped tensors are pages of a file and take no memory
+
+
+def block_bytes(size: int) -> int:
+    """The bytes that CUDA's caching allocator counts for a tensor: whole units of 512 bytes. It requests 10 MiB and
+    more from the driver in units of 2 MiB, and gives the remainder to other tensors only if it exceeds 1 MiB."""
+    rounded = ceil_div(size, 512) * 512
+    whole = ceil_div(rounded, 2 * MIB) * 2 * MIB
+    return whole if rounded >= 10 * MIB and whole - rounded <= MIB else rounded
+
+
+class LiveBytes:
+    """The live bytes of one type of device by owner, and their peak in each phase. `unit` rounds an allocation."""
+
+    def __init__(self, unit: Any = int):
+        self.unit = unit
+        self.live: Counter[str] = Counter()
+        self.total = self.peak = 0
+        self.at_peak: dict[str, int] = {}
+        self.phases: dict[str, dict[str, int]] = {}  # each phase's owners at its peak
+
+    def add(self, owner: str, size: int) -> None:
+        self.live[owner] += size
+        self.total += size
+        if self.total > self.peak:
+            self.peak, self.at_peak = self.total, {name: held for name, held in self.live.items() if held}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Record the owners at the peak of what runs inside."""
+        self.peak, self.at_peak = self.total, {name: held for name, held in self.live.items() if held}
+        yield
+        self.phases[name] = self.at_peak
+
+    def peak_of(self, name: str, default: int = 0) -> int:
+        """The peak of a phase; `default` if it did not run."""
+        return sum(self.phases[name].values()) if name in self.phases else default
+
+
+class Tally:
+    """Every storage that was made while counting, with its device and its owner."""
+
+    def __init__(self) -> None:
+        self.devices: dict[str, LiveBytes] = {}
+        self.known: dict[int, tuple[Any, str, str, int]] = {}  # storage -> weak reference, device type, owner, bytes
+        self.owners = [SCRATCH]
+
+    def of(self, kind: str) -> LiveBytes:
+        """The live bytes of a type of device."""
+        if kind not in self.devices:
+            self.devices[kind] = LiveBytes(block_bytes if kind == "cuda" else int)
+        return self.devices[kind]
+
+    @contextmanager
+    def owner(self, name: str) -> Iterator[None]:
+        """Storages made inside belong to this owner."""
+        self.owners.append(name)
+        try:
+            yield
+        finally:
+            self.owners.pop()
+
+    def see(self, tensor: torch.Tensor, kind: str) -> None:
+        """Enter a tensor's storage if it is new."""
+        storage = tensor.untyped_storage()
+        key = storage_id(storage)
+        if key not in self.known:
+            device, owner = self.of(kind), self.owners[-1]
+            size = device.unit(storage.nbytes()) if owner != MAPPED else 0
+            freed = weakref.ref(storage, lambda _: self._freed(key))
+            self.known[key] = (freed, kind, owner, size)
+            device.add(owner, size)
+
+    def kind_of(self, tensor: torch.Tensor) -> str | None:
+        """The type of device that a tensor's storage was entered for; None if it was not entered."""
+        known = self.known.get(storage_id(tensor.untyped_storage()))
+        return None if known is None else known[1]
+
+    def give(self, owner: str, *tensors: torch.Tensor | None) -> None:
+        """Change the owner of these tensors; those that were not made while counting are ignored."""
+        for tensor in tensors:
+            key = -1 if tensor is None else storage_id(tensor.untyped_storage())
+            if key in self.known:
+                reference, kind, before, size = self.known[key]
+                self.known[key] = (reference, kind, owner, size)
+                live = self.of(kind).live
+                live[before] -= size
+                live[owner] += size
+
+    def _freed(self, key: int) -> None:
+        _, kind, owner, size = self.known.pop(key)
+        self.of(kind).add(owner, -size)
+
+
+def bare(mode: Any) -> Any:
+    """Remove the wrapper that torch puts around a mode's method for its compiler: it would import the compiler, which
+    takes three seconds and 100 MiB."""
+    inner = vars(mode)["__torch_dispatch__"]
+    while hasattr(inner, "__wrapped__"):
+        inner = inner.__wrapped__
+    mode.__torch_dispatch__ = inner
+    return mode
 
 
 @bare
 class Counting(_TorchDispatchMode):
-    """While it is on, nothing has memory. `kind` is what the rehearsed device is, cuda or cpu. `before` is called with
-    every operation, and may hold memory for it: what libraries take inside it. `without_rule` has the names of the
-    operations whose shapes were left to torch's own references."""
+    """While this mode is active, new tensors have no memory. `kind`: the type of the rehearsed device, cuda or cpu.
+    `before` is called before every operation and may return a tensor that stands for what a library allocates during
+    it. `without_rule` collects the names of operations whose shapes torch's references computed."""
 
     def __init__(self, tally: Tally, kind: str, before: Callable[[Any, Any], object] = lambda func, args: None):
         super().__init__()
@@ -46,7 +153,7 @@ class Counting(_TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """For what has to be computed after all."""
+        """Inside, operations compute real values and nothing is counted."""
         before, self.off = self.off, True
         try:
             yield
@@ -78,11 +185,11 @@ class Counting(_TorchDispatchMode):
         held = self.before(func, args)
         if func is _TO_COPY and self._unchanged(args[0], named, wanted):
             return args[0]
-        # Where an operation writes to what it is given, that is its result: nothing is allocated, no shape changes.
+        # An operation that writes to its argument returns that: nothing is allocated, and no shape changes.
         written = args[0] if operation.writes_first else named.get("out", named.get("grad_input"))
         if written is not None and written.is_meta:
             return written
-        if wanted is None:  # with the tensors; scalars on the CPU go along with the rest
+        if wanted is None:  # on the device of the arguments; CPU scalars may accompany GPU tensors
             on_device = self.kind != "cpu" and any(self.kind_of(x) == self.kind for x in tensors)
             wanted = self.kind if on_device else "cpu"
         if asked is not None or not tensors:
@@ -106,13 +213,13 @@ class Counting(_TorchDispatchMode):
         return made
 
     def _unchanged(self, tensor: torch.Tensor, named: dict[str, Any], wanted: str | None) -> bool:
-        """Whether a copy to a device is none, since the tensor lies there already."""
+        """Whether a copy to a device does nothing, because the tensor is there already."""
         same = named.get("dtype") in (None, tensor.dtype) and named.get("memory_format") is None
         return same and tensor.is_meta and self.kind_of(tensor) == wanted
 
     def _value(self, tensor: torch.Tensor) -> bool | int:
-        """A check of values that are not there passes; a number from the host (a seed) is zero; one from a GPU is never
-        asked for in a step, which would have to wait for it."""
+        """The value of a meta tensor: a check is true, a number on the host (a seed) is zero. A step never reads a
+        number from a GPU, because it would have to wait for it."""
         if tensor.dtype == torch.bool:
             return True
         assert self.kind_of(tensor) == "cpu", "a step reads no value of the device"
@@ -130,7 +237,7 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def without_memory(value: Any) -> Any:
-    """With real tensors (from numpy, from a file's map, tables) without their memory."""
+    """Replace real tensors (from numpy, from a mapped file, tables) by meta tensors."""
     if isinstance(value, torch.Tensor):
         if value.is_meta:
             return value
@@ -141,13 +248,13 @@ def without_memory(value: Any) -> Any:
 
 
 class _Operation(NamedTuple):
-    """What is the same whenever an operation is called."""
+    """Properties of an operation that do not depend on its arguments."""
 
     packet: Any
     makes_view: bool
     makes_table: bool
-    writes_first: bool  # to its first argument, whose shape stays
-    wants_rule: bool  # else torch knows its shape without its compiler's references
+    writes_first: bool  # writes to its first argument without changing its shape
+    wants_rule: bool  # without a rule in shapes.py, torch would need its compiler's references
 
 
 @functools.cache

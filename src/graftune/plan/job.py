@@ -26,8 +26,8 @@ from graftune.model.spec import ModelSpec
 from graftune.observe.memory import available_bytes, free_bytes, human_bytes, resident_bytes
 from graftune.plan import cards, libraries, rehearsal_cache, transfer
 from graftune.plan.cards import Card
+from graftune.plan.counting import MIB
 from graftune.plan.rehearse import POOLS, Bytes, Setup, rehearse
-from graftune.plan.tally import MIB
 from graftune.runtime import DTYPES, Runtime, resolve
 from graftune.session import attention_for
 from graftune.settings.config import Config

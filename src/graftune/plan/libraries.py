@@ -15,8 +15,8 @@ from graftune import graph
 from graftune.arithmetic import ceil_div
 from graftune.kernels.rehearsal import META, WORKSPACES
 from graftune.observe.memory import forget_peak, peak_resident_bytes, resident_bytes
+from graftune.plan.counting import MIB, Tally
 from graftune.plan.shapes import broadcast
-from graftune.plan.tally import MIB, Tally
 from graftune.private import find
 
 aten = torch.ops.aten

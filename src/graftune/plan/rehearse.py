@@ -1,12 +1,12 @@
-"""Finds what a step allocates: runs the real loading, forward, backward and update on tensors without memory.
+"""Computes the memory of a run: runs the real loading, forward, backward and update on tensors without memory.
 
 So the plan cannot drift from the code: a change that saves one more tensor, or frees one earlier, changes both. A
-formula from shapes, as other programs have it, is right only on the day it is written.
+formula over shapes, as in other programs, is only right until the code changes.
 
-Phases, as a run has them: load; evaluate, and answer prompts (eager); the first micro-step
-(eager, on the stream that captures it, algorithms are timed); on CUDA the same once more, as it is captured; the
-update. The peak is that of the worst phase. What a captured step holds for a moment stays in its graph's pool for good,
-so eager work after that needs memory of its own.
+The phases are those of a run: load; evaluate and answer prompts (eager); the first micro-step (eager, on the stream
+that captures it, with algorithms timed) and the update; on CUDA the micro-step once more, as it is captured. The run's
+peak is the largest of its phases. Temporaries of a captured step stay in its graph's pool for good, so eager work after
+the capture needs other memory.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ from graftune.losses import CrossEntropy, Loss
 from graftune.model.bundles import Bundles, Home, HostMemory
 from graftune.model.frozen import Augmented, RowSource
 from graftune.plan.cards import Card
-from graftune.plan.counting import Counting
+from graftune.plan.counting import SCRATCH, Counting, Tally
 from graftune.plan.libraries import TAKEN, OnCpu, OnGpu
-from graftune.plan.tally import SCRATCH, LiveBytes, Tally
 from graftune.plan.unread_sources import unread
 from graftune.runtime import Runtime
 from graftune.session.parts import Parts
@@ -60,21 +59,21 @@ class Setup:
     recompute: str = "none"
     method: str = "lora"
     loss: Loss = field(default_factory=CrossEntropy)
-    layout: BatchLayout = PLAIN  # what the loss adds to the batches
+    layout: BatchLayout = PLAIN  # the loss's fields of a batch
     clip_mode: str = "global"
     backend: str = "cpu"
-    others: tuple[str, ...] = ()  # backends that the first step times beside it
+    others: tuple[str, ...] = ()  # other backends that the first step times
     graph: bool = True
     evaluates: bool = True
-    evaluated: Capacities | None = None  # the validation data's shape; None: that of a step
-    asked: tuple[int, ...] = ()  # tokens of the prompts that are answered before and after
-    new_tokens: int = 0  # of an answer
-    cache_capacity: int = 0  # tokens of the cache that they are answered in
+    evaluated: Capacities | None = None  # shape of the validation data; None: that of a step
+    asked: tuple[int, ...] = ()  # tokens of each prompt that is answered before and after training
+    new_tokens: int = 0  # tokens of an answer
+    cache_capacity: int = 0  # tokens of the cache for answers
     copies: bool = False  # whether the CPU's products copy weights (libraries.copies_operand)
     card: Card | None = None
 
     def with_layers(self, layers: Sequence[int]) -> Setup:
-        """The same for a model that is made of these layers; one may occur several times."""
+        """The same setup for a model of these layers; a layer may occur several times."""
         stored: dict[int, dict[str, RowSource]] = {}
         tensors: dict[str, RowSource] = {}
         for name, source in self.base.tensors.items():
@@ -92,19 +91,19 @@ class Setup:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Of the device, by phase and owner; a phase's are those of its worst moment. Of the host, where the device is a
-    GPU, the largest. Every figure grows by the same with every further layer."""
+    """A rehearsal's result: bytes of the device by phase and owner, at the peak of each phase. Every number grows by
+    the same amount with every further layer."""
 
     phases: dict[str, dict[str, int]]
-    after: int = 0  # what stays when a step is done
-    captured: int = 0  # what a captured step holds beside that, and its graph's pool for good
-    eager: int = 0  # what an evaluation or the answering of prompts holds, from other memory
-    host: int = 0
-    without_rule: frozenset[str] = frozenset()  # operations whose shapes were left to torch's references
+    after: int = 0  # live after a step
+    captured: int = 0  # temporaries of the captured step, which stay in its graph's pool
+    eager: int = 0  # temporaries of an evaluation or of answers, in other memory
+    host: int = 0  # peak of host memory, if the device is a GPU
+    without_rule: frozenset[str] = frozenset()  # operations whose shapes torch's references computed
 
     @property
     def owners(self) -> dict[str, int]:
-        """At the worst moment of all."""
+        """The owners at the largest peak."""
         found = max(self.phases.values(), key=lambda owners: sum(owners.values()))
         return {name: found[name] for name in (*OWNERS, *(n for n in found if n not in OWNERS)) if found.get(name)}
 
@@ -114,37 +113,37 @@ class Bytes:
 
     @property
     def pools(self) -> int:
-        """What is needed beyond the peak because only its graph can use a graph's pool."""
+        """Bytes needed beyond the peak, because eager work cannot use a graph's pool."""
         return max(0, self.after + self.captured + self.eager - self.peak) if self.captured else 0
 
     def extended(self, few: Bytes, more: Bytes, step: int, by: int) -> Bytes:
-        """What it comes to with `by` further layers of a kind, which takes `few` to `more` by `step` of them."""
+        """Extrapolate to `by` further layers of a kind, given that `step` of them change `few` to `more`."""
 
-        def far(now: int, few: int, more: int) -> int:
+        def extrapolate(now: int, few: int, more: int) -> int:
             return max(0, now + (more - few) * by // step)
 
         phases = {
             phase: {
-                name: far(now.get(name, 0), few.phases[phase].get(name, 0), more.phases[phase].get(name, 0))
+                name: extrapolate(now.get(name, 0), few.phases[phase].get(name, 0), more.phases[phase].get(name, 0))
                 for name in {**now, **few.phases[phase], **more.phases[phase]}
             }
             for phase, now in self.phases.items()
         }
         rest = ("after", "captured", "eager", "host")
         named = self.without_rule | few.without_rule | more.without_rule
-        figures = {name: far(*(getattr(one, name) for one in (self, few, more))) for name in rest}
+        figures = {name: extrapolate(*(getattr(one, name) for one in (self, few, more))) for name in rest}
         return Bytes(phases, **figures, without_rule=named)
 
 
 def rehearse(setup: Setup, *, launched: Launched | None = None) -> Bytes:
-    """What the setup takes. `launched` is called for every Triton kernel that would have been launched."""
+    """Rehearse a run with this setup. `launched` is called for every Triton kernel that the run would launch."""
     tally, kind = Tally(), setup.runtime.device.type
     if kind != "cuda":
         mode = Counting(tally, kind, OnCpu(tally, setup.copies).before)
         with rehearsing(CountingRehearsal(Device(kind), tally, mode)), mode:
             found = run_phases(setup, tally)
         return dataclasses.replace(found, without_rule=frozenset(mode.without_rule))
-    assert setup.card is not None, "a plan for CUDA wants a card"
+    assert setup.card is not None, "a plan for CUDA needs a card"
     try:
         importlib.import_module("triton.runtime")
     except ImportError:
@@ -159,7 +158,8 @@ def rehearse(setup: Setup, *, launched: Launched | None = None) -> Bytes:
 
 
 class CountingRehearsal(Rehearsal):
-    """Answers the rehearsed code, and enters the owners that it names in the tally. `mode` counts allocations."""
+    """Describes the device to the rehearsed code, and passes the owners that it names to the tally. `mode` counts
+    allocations."""
 
     def __init__(self, device: Device, tally: Tally, mode: Any, launched: Launched | None = None):
         super().__init__(device, TAKEN, launched)
@@ -180,7 +180,7 @@ class CountingRehearsal(Rehearsal):
 
 @contextmanager
 def _reading_all() -> Iterator[None]:
-    """While a base is loaded every row is read: a quantiser counts them."""
+    """Inside, every row of a weight is read, because a quantiser counts them."""
     now = rehearsal.current()
     assert now is not None
     now.reads_all = True
@@ -191,39 +191,38 @@ def _reading_all() -> Iterator[None]:
 
 
 def run_phases(setup: Setup, tally: Tally) -> Bytes:
-    """Run the phases of a training run, of which the tally counts what they allocate."""
+    """Run the phases of a training run while the tally counts their allocations."""
     device, on_gpu = setup.runtime.device, launch.on_gpu(setup.runtime.device)
-    holder = tally.of("cuda" if on_gpu else device.type)
-    phases = _Phases(holder)
-    stream = graph.stream("capture", device) if on_gpu else None  # on which the step first runs, and is captured
-    with phases.phase("load"), _reading_all():
+    memory = tally.of("cuda" if on_gpu else device.type)
+    stream = graph.stream("capture", device) if on_gpu else None  # runs the first step and captures it
+    with memory.phase("load"), _reading_all():
         parts = _load(setup, tally)
     step = parts.step
     step.longest = setup.shape.longest
     batch = _batch(setup.shape, device, setup.layout)
-    kept, captured = holder.total, 0
+    loaded, captured = memory.total, 0
     evaluated = setup.evaluated or setup.shape
-    larger = any(mine > theirs for mine, theirs in zip(evaluated, setup.shape, strict=True))
-    if setup.evaluates and (on_gpu or larger):  # else it takes what a step takes, from the same memory
-        with phases.phase("evaluate"):
+    larger = any(one > other for one, other in zip(evaluated, setup.shape, strict=True))
+    if setup.evaluates and (on_gpu or larger):  # else it needs no more than a step, in the same memory
+        with memory.phase("evaluate"):
             _evaluate(parts, _batch(evaluated, device, setup.layout), setup)
     if setup.asked:
-        with phases.phase("answer"):
+        with memory.phase("answer"):
             _answer(parts, setup)
-    eager = max(phases.peak(name, kept) for name in ("evaluate", "answer")) - kept
-    with phases.phase("step"), nullcontext() if stream is None else graph.on(stream):
+    eager = max(memory.peak_of(name, loaded) for name in ("evaluate", "answer")) - loaded
+    with memory.phase("step"), nullcontext() if stream is None else graph.on(stream):
         step.micro_step(batch)
         step.update_step()
     if stream is not None and setup.graph:
-        before = holder.total
-        with phases.phase("capture"), graph.null_capture(stream):
+        before = memory.total
+        with memory.phase("capture"), graph.null_capture(stream):
             step.micro_step(batch)
-        captured = phases.peak("capture") - before
-    return Bytes(phases.owners, holder.total, captured, eager, tally.of("cpu").peak if on_gpu else 0)
+        captured = memory.peak_of("capture") - before
+    return Bytes(memory.phases, memory.total, captured, eager, tally.of("cpu").peak if on_gpu else 0)
 
 
 def _load(setup: Setup, tally: Tally) -> Parts:
-    """The parts of a session, wired as every session's are."""
+    """Build the parts of a session, as every session does, on sources without contents."""
     runtime = setup.runtime
     base = dataclasses.replace(setup.base, tensors=unread(setup.base.tensors, runtime.device, tally))
     config = Config().replace(
@@ -245,7 +244,7 @@ def _load(setup: Setup, tally: Tally) -> Parts:
 
 
 def _home(setup: Setup) -> Home | None:
-    """Where fetched weights are kept, as in session/opening.py, with ranks that send nothing."""
+    """The store of fetched weights, as in session/opening.py, with ranks that send nothing."""
     placement, device = setup.placement, setup.runtime.device
     if placement.ranks:
         return Shards(0, placement.ranks, lambda into, own: None, device, on_host=placement.on_host)
@@ -253,7 +252,7 @@ def _home(setup: Setup) -> Home | None:
 
 
 def _batch(shape: Capacities, device: torch.device, layout: BatchLayout = PLAIN) -> PackedBatch:
-    """Documents as long as they may be, one behind the other: long ones are attention's worst case."""
+    """A batch of documents of the largest length, which is the worst case for attention."""
     lengths = [shape.longest] * (shape.capacity // shape.longest)
     rest = shape.capacity - sum(lengths)
     lengths += [rest] if rest else []
@@ -279,7 +278,7 @@ def _evaluate(parts: Parts, batch: PackedBatch, setup: Setup) -> None:
 
 
 def _answer(parts: Parts, setup: Setup) -> None:
-    """The groups of prompts with the largest cache and with the most tokens to read: read, and a token more of each."""
+    """Prefill the groups of prompts with the largest cache and with the most tokens, and generate a token of each."""
     runtime, decoder, spec = parts.runtime, parts.decoder, parts.decoder.spec
     final_lengths = final_lengths_of(setup.asked, setup.new_tokens, spec.max_positions)
     size = CacheSize.of(spec, decoder.compute)
@@ -294,20 +293,3 @@ def _answer(parts: Parts, setup: Setup) -> None:
             decoder.logits(prefill(decoder, tokens, lengths, cache, parts.eager_attention))
             TokenStep(decoder, cache, fixed=launch.on_gpu(runtime.device))(tokens[: len(lengths)])
         del cache, tokens
-
-
-class _Phases:
-    """The owners at the worst moment of each phase."""
-
-    def __init__(self, holder: LiveBytes):
-        self.holder = holder
-        self.owners: dict[str, dict[str, int]] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        self.holder.begin_phase()
-        yield
-        self.owners[name] = self.holder.at_peak
-
-    def peak(self, name: str, otherwise: int = 0) -> int:
-        return sum(self.owners[name].values()) if name in self.owners else otherwise

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from graftune.model.frozen.interface import CheckpointWeight
-from graftune.plan.tally import MAPPED, Tally
+from graftune.plan.counting import MAPPED, Tally
 from graftune.weights.synthetic import RandomRows
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8, "I8": torch.int8}
