@@ -1,9 +1,9 @@
-"""GPUs by name, for plans made elsewhere: memory as CUDA reports it, compute capability, processors, L2 cache; and the
-rates of compute and of links, by which a plan says whether fetched weights arrive in time.
+"""GPUs by name, for plans made on another machine: memory as CUDA reports it, compute capability, multiprocessors and
+L2 cache; and the rates of compute and links, from which a plan tells whether fetched weights arrive in time.
 
-Published figures, not measured here; only the H200 is one that this project has run on. The memory is an estimate of
-what is left of the nominal size after the driver's and, on server cards, error correction's share. A card that is here
-is asked instead; --memory overrides the table.
+The numbers are published ones; this project has run only on the H200. The memory is an estimate of what the driver and,
+on server cards, error correction leave of the nominal size. A GPU of this machine is queried instead; --memory
+overrides the table.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from graftune.plan.counting import MIB
 
 @dataclass(frozen=True)
 class Card:
-    """The GPU that is planned for, here or elsewhere."""
+    """The GPU that a plan is for, in this machine or another."""
 
     name: str
     free: int
     total: int
     capability: tuple[int, int] = (9, 0)
-    processors: int = 132  # some kernels divide their work, and allocate, by these
-    cache: int = 60 * MIB  # emptied where algorithms are timed
+    processors: int = 132  # some kernels size their grids and buffers by these
+    cache: int = 60 * MIB  # emptied when algorithms are timed
     here: bool = False
-    rate: float = 0.0  # FLOP/s, published; 0: not known
+    rate: float = 0.0  # FLOP/s, published; 0: unknown
     link: float = 0.0  # bytes/s from host memory
     peers: float = 0.0  # bytes/s from other cards
 
     def with_rates(self, model: Model) -> Card:
-        """As published for a card of this model."""
+        """The same card with the published rates of this model."""
         peers = model.peers or model.link
         return dataclasses.replace(self, rate=model.tflops * 1e12, link=model.link * 1e9, peers=peers * 1e9)
 
@@ -89,7 +89,7 @@ _PLAIN = re.compile(r"nvidia|geforce|quadro|rtx|tesla|gpu|sxm\d?|pcie|hbm\w*|bla
 
 
 def find(asked: str) -> Model:
-    """`4090`, `RTX 4090`, `nvidia a100 80GB`, `A100-40`: however it is written."""
+    """The model that a name means, in any spelling: `4090`, `RTX 4090`, `nvidia a100 80GB`, `A100-40`."""
     name = re.sub(r"(\d)\s*gi?b\b", r"\1", _PLAIN.sub(" ", asked.lower()))
     parts = [part for part in re.split(r"[\s_-]+", name) if part]
     for key in ("-".join(parts), "".join(parts)):
@@ -97,7 +97,7 @@ def find(asked: str) -> Model:
             return MODELS[key]
     model = MODELS.get("".join(parts[:-1]))
     if model is not None and parts[-1].isdigit() and abs(model.gib / int(parts[-1]) - 1) < 0.12:
-        return model  # with its size behind, and of no other size
+        return model  # the name ends with the model's memory size
     raise GraftuneError(
         f"--gpu is {asked!r}, which is not known here",
         fix=f"give one of {', '.join(MODELS)}, or set device to cuda and give its memory, as in --memory 24GiB",

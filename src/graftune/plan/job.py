@@ -1,8 +1,8 @@
-"""A run that is to be planned: what its settings come to on a device, and how many bytes that takes there.
+"""Plans a run: turns its settings into a rehearsal for a device, and the rehearsal's result into a `Plan`.
 
-A `Plan` has two figures. `expected` is what will be measured after the first step: the peak of torch's allocator on a
-GPU, of the resident set on a CPU. `needed` is what has to be free before anything is loaded, and so has a margin for
-what nobody can foretell: code that CUDA loads as it goes, rounding and gaps in the allocator's memory.
+A plan has two totals. `expected` is what will be measured after the first step: the peak of torch's allocator on a GPU,
+of the resident set on a CPU. `needed` is what has to be free before anything is loaded. It has a margin for what cannot
+be predicted: code that CUDA loads during the run, rounding and fragmentation of the allocator's memory.
 """
 
 from __future__ import annotations
@@ -34,26 +34,28 @@ from graftune.settings.config import Config
 from graftune.weights.base import Base, with_new_tokens
 from graftune.weights.placement import Placement, choose_placement, nothing_frozen, places
 
-CONTEXT_BYTES = 600 * MIB  # of CUDA, where it cannot be measured because the card is elsewhere
+CONTEXT_BYTES = 600 * MIB  # CUDA's context, for a GPU of another machine, where it cannot be measured
 CONTEXT, PROCESS, FILES = "CUDA context", "interpreter and libraries", "pages of the file"
-OTHERS = "CUDA context, other processes"  # where more is taken of the card than a context ever is
+OTHERS = "CUDA context, other processes"  # if more is used than MOST_CONTEXT
 MOST_CONTEXT = 2048 * MIB
-FAULT_BYTES = 64 << 10  # that Linux maps around a byte of a file that is read
-# A first, a last and two between, since what is offloaded comes one ahead: from so many on, each further layer adds the
-# same. By two of them, since the arena's buffers are rounded up to whole 2 MiB, which one layer reaches or does not.
+FAULT_BYTES = 64 << 10  # mapped by Linux around a byte of a file that is read
+# From four layers on (the first, the last and two between, since offloading prefetches one), each further layer adds
+# the same. Two are added, because the arena's buffers are rounded up to 2 MiB, which a single layer may not reach.
 FEW_LAYERS, MORE_LAYERS = 4, 6
 
 
 @dataclass(frozen=True)
 class Plan:
+    """The predicted memory of a run with certain settings, and whether it fits."""
+
     device: str  # cuda | cpu
     where: str  # the device in words
     settings: dict[str, Any]
     bytes: Bytes
     free: int
-    rest: dict[str, int]  # measured, not planned: the CUDA context, or the process as it is
-    host_free: int | None = None  # where the device is a GPU of this machine
-    transfer: str = ""  # what fetching the frozen weights costs, in a sentence
+    rest: dict[str, int]  # measured, not planned: the CUDA context, or the present process
+    host_free: int | None = None  # if the device is a GPU of this machine
+    transfer: str = ""  # a sentence on the time to fetch the frozen weights
 
     @property
     def recompute(self) -> str:
@@ -76,7 +78,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """On the device, and beside it what is kept in host memory, which is pinned and so cannot be swapped out."""
+        """Whether both device and host memory suffice. Host memory is pinned, so it cannot be swapped out."""
         return self.fits_device and (self.host_free is None or self.bytes.host <= self.host_free)
 
     @property
@@ -89,7 +91,7 @@ class Plan:
 
     @property
     def notes(self) -> list[str]:
-        """What whoever shows the plan should say beside its figures."""
+        """Remarks to show with the plan."""
         named = ", ".join(sorted(self.bytes.without_rule))
         if not named:
             return []
@@ -118,25 +120,26 @@ class Plan:
 
 @dataclass
 class Job:
-    """`shapes` says which micro-batches come of a capacity: those of the data, or (`any_data`) the worst there is."""
+    """A run to plan. `shapes` gives the shape of the micro-batches for a capacity: that of the data, or (`any_data`)
+    the worst case."""
 
     config: Config
     base: Base
     runtime: Runtime
-    longest: int  # tokens that a micro-batch has to hold at least
+    longest: int  # the least tokens of a micro-batch
     shapes: Callable[[int], Capacities]
     card: Card | None = None
-    memory: int = 0  # a limit that is asked for instead of what is free here
+    memory: int = 0  # a requested limit, in place of the free memory
     evaluates: bool = True
-    evaluated: Callable[[int], Capacities] | None = None  # likewise, of the validation data; None: as those that train
-    asked: tuple[int, ...] = ()  # tokens of the prompts that are answered before and after
-    tokens: int = 0  # different ones that occur in the data; 0: not known
-    resuming: bool = False  # what the run has begun with has to stay
-    loss: Loss | None = None  # None: that of the settings
+    evaluated: Callable[[int], Capacities] | None = None  # `shapes` of the validation data; None: the training data's
+    asked: tuple[int, ...] = ()  # tokens of each prompt that is answered before and after training
+    tokens: int = 0  # distinct tokens in the data; 0: unknown
+    resuming: bool = False  # the run's earlier choices must stay
+    loss: Loss | None = None  # None: the loss of the settings
     launched: Launched | None = None  # called for every Triton kernel that the run will launch
-    layout: BatchLayout = PLAIN  # what the loss adds to the batches of the data
-    keeps: bool = False  # rehearsals are kept between runs
-    ranks: int = 0  # that a launcher has started; 0: none has
+    layout: BatchLayout = PLAIN  # the loss's fields of a batch
+    keeps: bool = False  # keep rehearsals between runs
+    ranks: int = 0  # ranks that a launcher has started; 0: no launcher
     _made: dict[tuple[str, int, Placement, ModelSpec], Bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -156,7 +159,7 @@ class Job:
             return place(self.base, asked, runtime, self.free)
 
     def _places(self) -> list[tuple[bool, int]]:
-        """Where the frozen weights may lie, as Placement.placed_at takes it; the best place first."""
+        """Places for the frozen weights, as arguments of Placement.placed_at; the best one first."""
         if self.config.train.method != "lora":
             return [(False, 0)]
         asked = self.config.base
@@ -164,7 +167,7 @@ class Job:
             return places(asked.base_on, asked.shard_base, self.ranks, runtime.device)
 
     def loaded(self, placement: Placement) -> None:
-        """The frozen weights lie there already."""
+        """Keep this placement: the frozen weights are already there."""
         self.placement, self.places = placement, [(placement.on_host, placement.ranks)]
 
     def can_place(self, asked: str) -> bool:
@@ -175,7 +178,7 @@ class Job:
         return True
 
     def plan(self, recompute: str, capacity: int, placement: Placement | None = None, *, whole: bool = False) -> Plan:
-        """By what a few layers take and one more adds, which all others add too; `whole`: with all of them."""
+        """Plan from a few layers and the increase per further layer; `whole`: rehearse all layers."""
         placement = placement or self.placement
         setup = self.setup(recompute, capacity, placement)
         if not whole and len(self.base.spec.layers) > MORE_LAYERS:
@@ -196,8 +199,8 @@ class Job:
             "ranks": self.ranks,
         }
         kind = self.runtime.device.type
-        said = transfer.sentence(setup)
-        return Plan(kind, self.where, settings, found, self.free, self._rest(setup), self.host_free, said)
+        fetching = transfer.sentence(setup)
+        return Plan(kind, self.where, settings, found, self.free, self._rest(setup), self.host_free, fetching)
 
     def setup(self, recompute: str, capacity: int, placement: Placement) -> Setup:
         config, kind = self.config, self.runtime.device.type
@@ -252,8 +255,8 @@ class Job:
         return {FILES: self._pages(setup), PROCESS: resident_bytes()}
 
     def _pages(self, setup: Setup) -> int:
-        """Of the file, that are read and stay mapped: all, but of an embedding that is left there, and is no head, the
-        rows of tokens that occur."""
+        """Bytes of the file that are read and stay mapped: all of it; but of an embedding that stays in the file and is
+        not also the head, only the rows of tokens that occur."""
         pages, spec = sum(source.nbytes for source in self.base.tensors.values()), self.base.spec
         table = self.base.tensors.get("embed_tokens.weight")
         if setup.placement.base_dtype != "keep" or spec.tied or table is None or not self.tokens:
@@ -262,7 +265,7 @@ class Job:
 
     @contextmanager
     def _as_there(self) -> Iterator[Runtime]:
-        """The runtime whose device answers as the card that is planned for."""
+        """Inside, the runtime's device has the properties of the card that the plan is for."""
         if self.card is None:
             yield self.runtime
             return
@@ -271,14 +274,14 @@ class Job:
 
 
 def from_few_layers(setup: Setup, rehearsed: Callable[[Setup], Bytes] = rehearse) -> Bytes:
-    """What all layers take, by what a few do and what two more of each kind add. Layers with the same tensors are of a
-    kind here: they take the same."""
+    """The memory of all layers, extrapolated from a few and from the increase by two more of each kind. Layers with the
+    same tensors are of one kind here, since they need the same memory."""
     spec = setup.base.spec
     kinds: dict[frozenset[tuple[str, tuple[int, ...]]], list[int]] = {}
     for index, layer in enumerate(spec.layers):
         kinds.setdefault(frozenset(layer.weights.items()), []).append(index)
     first = [*range(FEW_LAYERS - 1), len(spec.layers) - 1]
-    # Layers that differ in anything else, such as rope, are there too: a pass has tables for all of them.
+    # Include layers that differ in anything else, such as rope: a pass has tables for all of them.
     there = {spec.layers[index] for index in first}
     first[1:1] = [spec.layers.index(kind) for kind in spec.kinds if kind not in there]
     few = found = rehearsed(setup.with_layers(first))
@@ -291,12 +294,12 @@ def from_few_layers(setup: Setup, rehearsed: Callable[[Setup], Bytes] = rehearse
 
 
 def is_absent(config: Config) -> bool:
-    """Whether a GPU is asked for that is not here."""
+    """Whether the settings ask for a GPU that this machine does not have."""
     return config.base.device.startswith("cuda") and not torch.cuda.is_available()
 
 
 def runtime_for(config: Config, memory: int, model: cards.Model | None = None) -> tuple[Runtime, Card | None]:
-    """Where the run computes. A GPU that is not here is planned for as well, given its name or its memory."""
+    """The runtime and the card of a run. A plan for a GPU of another machine needs its name or its memory."""
     asked = config.base.device
     if model is None and not (memory and is_absent(config)):
         runtime = resolve(
@@ -315,6 +318,7 @@ def runtime_for(config: Config, memory: int, model: cards.Model | None = None) -
 
 
 def card_here(device: torch.device, memory: int = 0) -> Card:
+    """A GPU of this machine; `memory` limits it."""
     free, total = free_bytes(device), torch.cuda.mem_get_info(device)[1]
     taken = total - free
     if memory:
@@ -324,12 +328,12 @@ def card_here(device: torch.device, memory: int = 0) -> Card:
     found = Card(about.name, free, total, capability, about.multi_processor_count, about.L2_cache_size, here=True)
     try:
         return found.with_rates(cards.find(about.name))
-    except GraftuneError:  # a card that the table does not have: only the rates are not known
+    except GraftuneError:  # the table does not have this card, so its rates are unknown
         return found
 
 
 def any_data(longest: int) -> Callable[[int], Capacities]:
-    """Without data: documents as long as allowed, every token of them trained."""
+    """The worst case without data: documents of the largest length, every token trained."""
 
     def shape(capacity: int) -> Capacities:
         tokens = ceil_div(max(capacity, longest), TILE) * TILE

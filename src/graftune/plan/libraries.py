@@ -1,6 +1,6 @@
-"""What libraries allocate for a moment, or for good, where no code of ours is to be rehearsed: formulas, held against
-what they took on a GPU (benchmarks/plan.py). `TAKEN` is by the name of a call that our code makes; torch's own
-operations are looked at before they run."""
+"""The memory that libraries allocate internally, which a rehearsal of our code cannot see: formulas, compared with
+measurements on a GPU (benchmarks/plan.py). `TAKEN` is indexed by the name of a call in our code; `OnGpu` and `OnCpu`
+are called before each of torch's operations."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from graftune.private import find
 
 aten = torch.ops.aten
 _FLASH_BACKWARD = find("torch.ops.aten._flash_attention_backward.default")
-CUBLAS = 32 * MIB  # by torch, for each stream that ever multiplied
+CUBLAS = 32 * MIB  # allocated by torch for each stream that multiplies
 PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addmm_}
 GPU_PRODUCTS = {*PRODUCTS, find("torch.ops.aten._scaled_mm")}
-ENOUGH_ROWS = 16  # of x, from which on the copy of a weight pays
+ENOUGH_ROWS = 16  # rows of x from which on the libraries copy a weight
 
 
 def workspace_bytes(shape: Any) -> int:
@@ -50,7 +50,7 @@ def flash_bytes(args: tuple[Any, ...]) -> int:
 
 
 def index_bytes(args: tuple[Any, ...]) -> int:
-    """What torch allocates on CUDA to index by several tensors at once: each of them written out for every value."""
+    """Bytes that torch allocates on CUDA to index by several tensors at once: each is expanded to the full shape."""
     indices = [index for index in args[1] if index is not None]
     many = math.prod(broadcast(index.shape for index in indices))
     return 8 * many * len(indices) if len({index.shape for index in indices}) > 1 else 0
@@ -60,8 +60,8 @@ TAKEN: dict[str, Callable[..., int]] = {"cudnn attention": workspace_bytes}
 
 
 class OnGpu:
-    """Before an operation of torch's own: cuBLAS's memory for the stream, once; or what the operation takes for a
-    moment, to be held until it is made."""
+    """Allocates cuBLAS's workspace at the first product of a stream, and returns a tensor for what an operation
+    allocates temporarily, to be held until it is done."""
 
     def __init__(self, tally: Tally):
         self.tally = tally
@@ -84,7 +84,7 @@ class OnGpu:
 
 
 class OnCpu:
-    """Some of the CPU's libraries copy a weight that is read across its rows (x W') whole before they multiply."""
+    """Some CPU libraries copy a transposed weight (x W') before they multiply; returns a tensor for that copy."""
 
     def __init__(self, tally: Tally, copies: bool):
         self.tally, self.copies = tally, copies
@@ -107,7 +107,8 @@ def _entered(count: int, dtype: torch.dtype, kind: str, tally: Tally) -> torch.T
 
 @functools.cache
 def copies_operand(dtype: torch.dtype) -> bool:
-    """Whether they do so on this machine: looked at, since it is in no manual (oneDNN on Arm does in fp32)."""
+    """Whether this machine's library copies a transposed weight: measured, since it is not documented (oneDNN on Arm
+    does in fp32)."""
     weight, x = torch.ones(4096, 1024, dtype=dtype), torch.ones(128, 1024, dtype=dtype)
     forget_peak()
     before = max(resident_bytes(), peak_resident_bytes())

@@ -1,9 +1,9 @@
-"""Rehearsals kept between runs: what a step takes is the same as long as nothing that it depends on has changed.
+"""Keeps rehearsals between runs: a step's memory stays the same as long as nothing that it depends on changes.
 
-The key is all of that: the shapes and kinds of the base's tensors, every setting of the rehearsal, the versions of what
-allocates, and the package's own source, so that no version number can be forgotten. A rehearsal also tells which
-kernels to compile ahead, and whoever finds one here is not told: so the key names Triton's cache, where they lie
-compiled since then, and one that was removed is another. Nothing but time hangs on an entry.
+The key contains all of that: the shapes and formats of the base's tensors, every setting of the rehearsal, the versions
+of the libraries that allocate, and the package's source, so that there is no version number to forget. A rehearsal also
+reports the kernels to compile ahead, which a cached one does not. So the key names Triton's cache folder, which has
+them compiled; if it was removed, the key differs. An entry only saves time.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ PACKAGES = ("triton", "nvidia-cudnn-frontend")
 
 
 def key_of(setup: Setup) -> str | None:
-    """None where something has no name of its own, so that two that differ might be taken for one."""
+    """The key of a setup; None if a value has no unique text, so that different setups could get the same key."""
     tensors = [
         [name, type(source).__name__, source.dtype_name, list(source.shape), source.nbytes]
         for name, source in setup.base.tensors.items()
     ]
     rest = {field.name: getattr(setup, field.name) for field in dataclasses.fields(setup) if field.name != "base"}
     rest |= {"loss": [type(setup.loss).__qualname__, vars(setup.loss)]}
-    rest |= {"placement": dataclasses.replace(setup.placement, reason="")}  # a sentence, with what is free in it
+    rest |= {"placement": dataclasses.replace(setup.placement, reason="")}  # the reason mentions the free memory
     if setup.card is not None:
-        rest |= {"card": setup.card.device}  # what is free there decides nothing of what a step takes
+        rest |= {"card": setup.card.device}  # a step does not depend on the free memory
     text = json.dumps([setup.base.spec, tensors, rest, _surroundings(setup.runtime.device.type)], default=repr)
     return None if " at 0x" in text else hashlib.sha256(text.encode()).hexdigest()
 
@@ -45,7 +45,7 @@ def find(key: str) -> Bytes | None:
     found = user_cache.recall(KIND).get(key)
     try:
         return _read(found)
-    except (AttributeError, KeyError, TypeError, ValueError):  # the file may be anyone's
+    except (AttributeError, KeyError, TypeError, ValueError):  # the file may be damaged
         return None
 
 
@@ -90,7 +90,7 @@ def _code() -> str:
 
 
 def _triton_cache() -> list[Any]:
-    """Made if it is not there, as Triton would: the run that fills it has the same one as the next."""
+    """Triton's cache folder, created if it is missing (as Triton does), so that the next run has the same key."""
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""Shape, dtype and layout of what torch's operations make.
+"""Shape, dtype and layout of the results of torch's operations.
 
-torch has most of this for meta tensors as Python functions of its compiler's references: the first call imports the
-compiler and sympy, three seconds and 100 MiB at the start of every run, and each takes ten times what it takes here.
-So the operations that a step uses have their rule below; one that has none is left to torch, and the plan names it. A
-test holds the rules against torch's own (tests/plan/test_shapes.py).
+torch computes most of this for meta tensors with its compiler's reference functions: the first call imports the
+compiler and sympy, which takes three seconds and 100 MiB at the start of every run, and each call takes ten times as
+long as here. So the operations of a step have rules below; an operation without a rule is left to torch, and the plan
+names it. A test compares the rules with torch (tests/plan/test_shapes.py).
 """
 
 from __future__ import annotations

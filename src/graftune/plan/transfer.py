@@ -1,9 +1,9 @@
-"""What fetching the frozen weights costs in time: the bytes of a pass over the link, against what the pass computes.
+"""Compares the time to fetch the frozen weights of a pass with the time that the pass computes.
 
     bytes / the link's rate        2 * parameters * tokens / the card's rate
 
-Both rates are published figures (cards.py), the card's taken at SUSTAINED, what long products reach of it. A forward
-pass and a backward pass fetch the same and, where weights are frozen, compute about the same.
+Both rates are published numbers (cards.py), the card's times SUSTAINED, the share that long products reach. A forward
+pass and a backward pass fetch the same bytes and, with frozen weights, compute about the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SUSTAINED = 0.6
 
 
 def sentence(setup: Setup) -> str:
-    """Whether the transfer hides behind the compute; nothing where all weights are on the device."""
+    """A sentence that says whether computing hides the transfer; empty if all weights are on the device."""
     placement, base, card = setup.placement, setup.base, setup.card
     if not placement.fetched:
         return ""
@@ -41,7 +41,7 @@ def sentence(setup: Setup) -> str:
 
 
 def _link(moved: int, on_host: bool, ranks: int, card: Card | None) -> float:
-    """Seconds of a pass on the slower link; 0: not known."""
+    """Seconds of a pass on the slower link; 0: unknown."""
     if card is None or not card.link:
         return 0.0
     own = moved / max(1, ranks)
@@ -49,7 +49,7 @@ def _link(moved: int, on_host: bool, ranks: int, card: Card | None) -> float:
 
 
 def active_parameters(spec: ModelSpec) -> int:
-    """Of the projections that a token is multiplied with, and the head."""
+    """Parameters of the projections that a token passes through, and of the head."""
     count = spec.vocab * spec.width
     for kind, layers in spec.kinds.items():
         count += layers * sum(part.active_values for part in kind.parts)

@@ -1,4 +1,4 @@
-"""A base's tensors without their contents: shape and kind are the file's, and no byte of a weight is read."""
+"""A base's tensors without their contents: shape and format come from the file, and no weight is read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8, "I8":
 
 
 def unread(tensors: Mapping[str, Any], device: torch.device, tally: Tally) -> dict[str, Any]:
-    """The same sources without contents; random ones, which have none, are drawn on `device`."""
+    """The same sources without contents; random ones are drawn on `device`, since they need no file."""
     return {
         name: dataclasses.replace(source, device=device)
         if isinstance(source, RandomRows)
@@ -27,8 +27,7 @@ def unread(tensors: Mapping[str, Any], device: torch.device, tally: Tally) -> di
 
 
 class Unread:
-    """Mixed into a source of rows. What safetensors gives out is its map of the file, not a copy; a GGUF's rows are
-    made."""
+    """A mixin for a source of rows. safetensors returns views of the mapped file; a GGUF's rows are new tensors."""
 
     shape: tuple[int, ...]
     dtype_name: str
@@ -51,12 +50,12 @@ class Unread:
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Plain floats of a safetensors file come as they are; blocks, and a GGUF's floats, in fp32."""
+        """safetensors returns floats in their own dtype; GGUF blocks and floats are returned in fp32."""
         return DTYPES.get(self.dtype_name, torch.float32) if hasattr(self, "shard") else torch.float32
 
 
 class UnreadBlocks(Unread):
-    """Of a source that also gives out a GGUF's blocks."""
+    """A mixin for a source that can also return a GGUF's blocks."""
 
     nbytes: int
 
@@ -65,7 +64,7 @@ class UnreadBlocks(Unread):
 
 
 class UnreadWeight(Unread):
-    """Of a checkpoint's quantised weight, which is loaded as a whole. On a CPU it stays in the map."""
+    """A mixin for a checkpoint's quantised weight, which is loaded as a whole. On a CPU it stays mapped."""
 
     def load(self, device: torch.device) -> Any:
         with self.tally.owner(MAPPED) if device.type == "cpu" else nullcontext():
@@ -73,7 +72,7 @@ class UnreadWeight(Unread):
 
 
 def _without_contents(source: Any, tally: Tally) -> Any:
-    """Still an instance of its own class, which loading asks for."""
+    """A copy that reads nothing and is still an instance of the source's class, which loading checks."""
     unread = UnreadWeight if isinstance(source, CheckpointWeight) else Unread
     unread = UnreadBlocks if hasattr(source, "raw") else unread
     kind = type("Unread" + type(source).__name__, (unread, type(source)), {})
