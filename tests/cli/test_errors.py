@@ -70,7 +70,7 @@ def said(capsys: pytest.CaptureFixture[str], code: int) -> str:
 
 
 @pytest.mark.parametrize(("arguments", "parts"), MISTAKES, ids=[" ".join(a) for a, _ in MISTAKES])
-def test_one_sentence(
+def test_a_mistake_is_reported_in_one_sentence(
     engine: Engine, capsys: pytest.CaptureFixture[str], arguments: list[str], parts: list[str]
 ) -> None:
     err = said(capsys, main(arguments))
@@ -111,7 +111,7 @@ def test_bad_config_files(
         (IsADirectoryError(errno.EISDIR, "Is a directory", "a"), "a: is a folder"),
     ],
 )
-def test_what_the_engine_raises(
+def test_an_error_of_the_engine_is_reported_in_one_sentence(
     engine: Engine, capsys: pytest.CaptureFixture[str], raised: BaseException, part: str
 ) -> None:
     engine.raises = raised
@@ -131,35 +131,33 @@ def test_interrupt_before_training_is_130(engine: Engine, capsys: pytest.Capture
     assert capsys.readouterr().err == "graftune: interrupted\n"
 
 
-def test_warnings_are_one_line(
-    engine: Engine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import warnings
-
-    monkeypatch.setattr(engine, "describe", lambda: warnings.warn("slow here", stacklevel=1) or {"adapter": "a"})
-    assert main(["eval", "x", "y", "--base-too", "--quiet"]) == 0
-    assert capsys.readouterr().err == "warning: slow here\n"
-
-
 def shell(command: str) -> subprocess.CompletedProcess[str]:
     program = f"{sys.executable} -m graftune"
     return subprocess.run(["bash", "-c", command.replace("graftune", program)], capture_output=True, text=True)
 
 
-def test_as_a_process() -> None:
-    done = shell("graftune train --rnak 3")
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == "graftune: unknown option '--rnak'; did you mean --rank?\n"
+MISTYPED = "graftune: unknown option '--rnak'; did you mean --rank?\n"
+FULL_DISK = "graftune: no space left; free some, or give another folder with --out\n"
 
 
-def test_a_reader_that_leaves_is_no_news() -> None:
-    done = shell("set -o pipefail; graftune train --help | true")
-    assert done.stderr == "" and done.returncode in (0, 141)
-
-
-def test_a_closed_stdout_is_no_error() -> None:
-    done = shell("graftune --version >&-; echo $? >&2; graftune train --rnak 3 --json >&-; echo $? >&2")
-    assert done.stderr == "0\ngraftune: unknown option '--rnak'; did you mean --rank?\n2\n"
+@pytest.mark.parametrize(
+    ("command", "codes", "stderr"),
+    [
+        ("graftune train --rnak 3", (2,), MISTYPED),
+        ("set -o pipefail; graftune train --help | true", (0, 141), ""),
+        ("graftune --version >&-", (0,), ""),
+        ("graftune train --rnak 3 --json >&-", (2,), MISTYPED),
+        ("PYTHONIOENCODING=ascii graftune train --help", (0,), ""),
+        ("graftune --version > /dev/full", (2,), FULL_DISK),
+    ],
+    ids=["mistake", "the reader leaves", "closed stdout", "mistake, closed stdout", "no Unicode", "full disk"],
+)
+def test_exit_code_and_stderr_of_a_process(command: str, codes: tuple[int, ...], stderr: str) -> None:
+    if "/dev/full" in command and not os.path.exists("/dev/full"):
+        pytest.skip("Linux only")
+    done = shell(command)
+    assert done.returncode in codes and done.stderr == stderr
+    assert "--rnak" not in command or done.stdout == ""
 
 
 def test_an_interrupt_while_modules_are_imported_ends_the_process_quietly() -> None:
@@ -196,18 +194,6 @@ def test_verbose_shows_the_traceback_and_the_sentence(engine: Engine, capsys: py
         assert "Traceback" in err and err.endswith("graftune: holds no rows\n")
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux only")
-def test_a_full_disk_under_stdout() -> None:
-    done = shell("graftune --version > /dev/full")
-    assert done.returncode == 2
-    assert done.stderr.startswith("graftune: no space left") and done.stderr.count("\n") == 1
-
-
-def test_a_terminal_without_unicode() -> None:
-    done = shell("PYTHONIOENCODING=ascii graftune train --help")
-    assert done.returncode == 0 and done.stderr == ""
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_an_unreadable_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.yaml"
@@ -223,7 +209,7 @@ def test_memory_that_is_used_up_is_one_sentence():
     assert text is not None and "--tokens-per-micro-batch" in text and "\n" not in text
 
 
-def test_names_of_files_have_no_power_over_the_terminal(
+def test_file_names_and_warnings_cannot_control_the_terminal(
     engine: Engine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evil = "\x1b[2J\x07\u202e"
@@ -231,7 +217,7 @@ def test_names_of_files_have_no_power_over_the_terminal(
     assert main(["eval", "runs/a", "d.jsonl"]) == 2
     engine.raises = None
     monkeypatch.setattr(engine, "describe", lambda: warnings.warn(f"token {evil}", stacklevel=1) or {"adapter": "a"})
-    assert main(["eval", "runs/a", "d.jsonl", "--base-too"]) == 0
+    assert main(["eval", "runs/a", "d.jsonl", "--base-too", "--quiet"]) == 0
     err = capsys.readouterr().err
-    assert "permission denied" in err and "warning: token" in err
+    assert "permission denied" in err and err.count("\n") == 2 and "\nwarning: token" in err, "a warning is one line"
     assert not any(character in err for character in evil if character not in "[2J")

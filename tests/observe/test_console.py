@@ -1,4 +1,4 @@
-"""The console: who writes where, what a terminal gets and what a pipe gets, and that data cannot take control."""
+"""The console: which stream gets what, on a terminal and in a pipe; data cannot control the terminal."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def everything(console: Console) -> None:
     console.result({"ok": float("nan")})
 
 
-def test_results_on_stdout_narration_on_stderr() -> None:
+def test_results_go_to_stdout_and_notes_to_stderr() -> None:
     console, out, err = make()
     everything(console)
     assert "a table" in out.getvalue() and "answers" in out.getvalue() and "a line" in out.getvalue()
@@ -75,7 +75,7 @@ def test_quiet_keeps_warnings_and_results() -> None:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_data_cannot_take_control(terminal: bool) -> None:
+def test_data_cannot_control_the_terminal(terminal: bool) -> None:
     console, out, err = make(terminal)
     console.note(EVIL)
     console.warn(EVIL)
@@ -147,7 +147,7 @@ def test_plain_progress_line() -> None:
     assert shown[-1].startswith("step 60/60") and shown[-1].endswith("left 0:00:00")
 
 
-def test_what_went_before_the_steps_is_in_no_estimate() -> None:
+def test_time_before_the_first_step_does_not_count_in_estimates() -> None:
     shown = lines(60, 6.5, first=300.0)
     assert "left" not in shown[0], "there is nothing yet to estimate by"
     assert set(shown[1:]) <= set(lines(60, 6.5)), "the estimates are those of a run that began at once"
@@ -198,10 +198,10 @@ class Waiting(io.StringIO):
 
     def wait(self) -> None:
         self.written.clear()
-        assert self.written.wait(10), "nothing was said"
+        assert self.written.wait(10), "nothing was written"
 
 
-def test_nothing_is_silent_for_long(impatient: None) -> None:
+def test_a_heartbeat_line_is_written_after_some_seconds_of_silence(impatient: None) -> None:
     """Whatever the main thread does: here it only waits."""
     err = Waiting()
     console = Console(stdout=io.StringIO(), stderr=err)
@@ -219,12 +219,12 @@ def test_nothing_is_silent_for_long(impatient: None) -> None:
     text = err.getvalue()
     before, _, after = text.rpartition("validating")
     assert "step 1/24: running for 0 s" in before and "validating: 0/60 examples" in text
-    assert "step  7/24  loss 1.000" in after, "the outer work speaks again once the inner one is done"
+    assert "step  7/24  loss 1.000" in after, "the outer progress is shown again once the inner one is done"
     assert "step 8/24: running for 0 s" not in text, "steps that come quickly are not stuck"
     assert not [thread for thread in threading.enumerate() if thread.name == "graftune-heartbeat"]
 
 
-def test_quick_work_without_a_count_says_nothing() -> None:
+def test_quick_work_without_a_count_writes_nothing() -> None:
     console, out, err = make()
     with console.working("planning memory"):
         pass
@@ -297,7 +297,7 @@ def test_plain_output_loads_neither_rich_nor_matplotlib() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_work_that_reports_often_speaks_before_the_beat_does() -> None:
+def test_work_that_reports_often_writes_before_the_heartbeat() -> None:
     """Otherwise each line comes twice: from the work and from the heartbeat."""
     now, said = [0.0], list[float]()
     lines = progress_module.LineProgress(1000, 0, "quantising", lambda _: said.append(now[0]), clock=lambda: now[0])

@@ -41,19 +41,13 @@ def evaluated(*at: int) -> Any:
     )
 
 
-def red_lines(figure: Any) -> list[list[int]]:
-    """Steps that the line of the validation leads through, if there is one."""
-    return [list(line.get_xdata()) for line in figure.axes[0].lines if line.get_linestyle() == ":"]
-
-
-def test_first_validation_point_lies_before_step_one() -> None:
-    points = next(line for line in evaluated(0, 30).axes[0].lines if line.get_label() == "validation")
-    assert list(points.get_xdata()) == [0, 30] and points.get_linestyle() == "None"
-
-
-@pytest.mark.parametrize(("at", "joined"), [((0,), []), ((30,), []), ((0, 10, 30), [[0, 10, 30]])])
-def test_a_dotted_line_joins_all_evaluations(at: tuple[int, ...], joined: list[list[int]]) -> None:
-    assert red_lines(evaluated(*at)) == joined
+@pytest.mark.parametrize("at", [(0,), (30,), (0, 10, 30)])
+def test_evaluations_are_points_joined_by_a_dotted_line(at: tuple[int, ...]) -> None:
+    lines = evaluated(*at).axes[0].lines
+    points = next(line for line in lines if line.get_label() == "validation")
+    assert list(points.get_xdata()) == list(at) and points.get_linestyle() == "None", "also the one before step 1"
+    dotted = [list(line.get_xdata()) for line in lines if line.get_linestyle() == ":"]
+    assert dotted == ([list(at)] if len(at) > 1 else [])
 
 
 def test_the_axis_fits_the_data_and_labels_stay_clear_of_the_legend() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from graftune.dashboard.log import Log
 from graftune.dashboard.reading import is_file, stamp
 from graftune.dashboard.settings_file import settings_of
-from graftune.dashboard.states import CONFIG, RUNNING, Heartbeat, RunState, state_of
+from graftune.dashboard.states import CONFIG, RUNNING, Heartbeat, RunStatus, state_of
 from graftune.dashboard.summary import RunSummary
 from graftune.errors import GraftuneError, one_line
 from graftune.observe.events import number
@@ -43,7 +43,7 @@ class WatchedRun:
         self._log: Log | None = None
         self._log_lock = threading.Lock()  # a second one: the list does not wait while a long log is read
         self._stamps: tuple[Any, ...] = ()
-        self.state = RunState("preparing", "")
+        self.state = RunStatus("preparing", "")
         self.version = 0  # rises whenever the document changes
         self._refreshed = -math.inf
 

@@ -26,7 +26,7 @@ CONFIG = "config.yaml"
 PREPARING = "the data is read, memory is planned and the base is loaded"
 
 
-class RunState(NamedTuple):
+class RunStatus(NamedTuple):
     state: str  # one of PHASES, finished, stopped or died
     sentence: str
 
@@ -63,36 +63,36 @@ class Heartbeat:
         return now - self._seen <= SILENT
 
 
-def state_of(folder: Path, log: RunSummary, holder: LockOwner | None) -> RunState:
+def state_of(folder: Path, log: RunSummary, holder: LockOwner | None) -> RunStatus:
     """`holder`: of the run's lock, None if it is free."""
     if holder is not None and log.has_events and log.updated is not None and holder.since > log.updated:
-        return RunState("preparing", f"a resume is being prepared, at {_done(log)}: {PREPARING}")
+        return RunStatus("preparing", f"a resume is being prepared, at {_done(log)}: {PREPARING}")
     if log.end:
         return _ended(folder, log)
     if holder is not None:
         return _running(log)
     if not log.has_events:
         what = "there is no event of a run in this folder" if log.offset or log.bad else "ended before its first event"
-        return RunState("died", f"{what}, and no process is training in it")
-    return RunState("died", f"its process ended at {_done(log)} without a final event; {_resume(folder)}")
+        return RunStatus("died", f"{what}, and no process is training in it")
+    return RunStatus("died", f"its process ended at {_done(log)} without a final event; {_resume(folder)}")
 
 
-def _ended(folder: Path, log: RunSummary) -> RunState:
+def _ended(folder: Path, log: RunSummary) -> RunStatus:
     """By the log's last event. Only a run that completed its steps or stopped early is finished."""
     stopped, done = one_line(str(log.end.get("stopped")), longest=60), _done(log)
     if stopped == "finished":
-        return RunState("finished", f"finished at {done}{_best(log)}")
+        return RunStatus("finished", f"finished at {done}{_best(log)}")
     if stopped == "early stop":
-        return RunState("finished", f"stopped early at {done}, because validation loss no longer fell{_best(log)}")
+        return RunStatus("finished", f"stopped early at {done}, because validation loss no longer fell{_best(log)}")
     why = {
         "interrupted": f"stopped by {_signal(log)} at {done}",
         "not finite": f"stopped itself at {done}: updates in a row were skipped because numbers were not finite",
         "warning": f"stopped itself at {done}, as stop_on_warning asks; its last warning says why",
     }
-    return RunState("stopped", f"{why.get(stopped, f'stopped at {done} ({stopped})')}; {_resume(folder)}")
+    return RunStatus("stopped", f"{why.get(stopped, f'stopped at {done} ({stopped})')}; {_resume(folder)}")
 
 
-def _running(log: RunSummary) -> RunState:
+def _running(log: RunSummary) -> RunStatus:
     phase = log.phase if log.phase in PHASES else ("training" if log.step else "preparing")
     done = _done(log)
     sentences = {
@@ -102,7 +102,7 @@ def _running(log: RunSummary) -> RunState:
         "evaluating": f"validating at {done}",
         "finalising": f"writing the result and answering sample prompts after {done}",
     }
-    return RunState(phase, sentences[phase])
+    return RunStatus(phase, sentences[phase])
 
 
 def _resume(folder: Path) -> str:

@@ -156,12 +156,14 @@ def standing(events: list[Event]) -> list[Event]:
     kept: list[Event] = []
     lowest: int | None = None  # the lowest step of the resumes after an event; going backwards takes one pass
     for event in reversed(events):
-        if lowest is None or not (event["event"] == "run_end" or _is_behind(event, lowest)):
+        step = event.get("step")
+        behind = lowest is not None and (event["event"] == "run_end" or (type(step) is int and step > lowest))
+        if not behind:
             kept.append(event)
         if event["event"] == "run_start":
             break
-        if event["event"] == "resume" and type(event.get("step")) is int:
-            lowest = event["step"] if lowest is None else min(lowest, event["step"])
+        if event["event"] == "resume" and type(step) is int:
+            lowest = step if lowest is None else min(lowest, step)
     return kept[::-1]
 
 
@@ -206,10 +208,6 @@ def worked_seconds(events: list[Event]) -> float | None:
             began = time
         last = time
     return None if began is None else worked + max(0.0, last - began)
-
-
-def _is_behind(event: Event, step: int) -> bool:
-    return type(event.get("step")) is int and event["step"] > step
 
 
 def steps(events: list[Event]) -> list[Event]:

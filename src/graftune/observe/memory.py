@@ -41,8 +41,8 @@ def resident_bytes() -> int:
 
 
 def own_bytes() -> int:
-    """Of the resident set what no file backs, pinned memory included, where the kernel tells it apart; on macOS the
-    largest set so far."""
+    """The part of the resident set that no file backs, pinned memory included. Where the kernel does not report it: the
+    whole resident set; on macOS its peak."""
     if sys.platform == "darwin":
         return peak_resident_bytes()
     try:
@@ -63,11 +63,11 @@ def available_bytes() -> int:
     if sys.platform == "darwin":
         return _macos_available()
     machine = _kib_field(PROC / "meminfo", "MemAvailable")
-    return max(0, min([machine, *_cgroup_rests()]))
+    return max(0, min([machine, *(limit - used for limit, used in _cgroup_limits())]))
 
 
 def free_bytes(device: torch.device | str) -> int:
-    """Bytes this process may still take on the device: what the driver has free, and what torch holds without using."""
+    """Bytes this process may still take on the device: free in the driver, or held by torch and unused."""
     device = torch.device(device)
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -76,16 +76,16 @@ def free_bytes(device: torch.device | str) -> int:
 
 
 def forget_earlier_runs() -> None:
-    """What a process's earlier run left behind refers to itself (a graph does), and lies in memory until Python looks
-    for such; what is free, and what the next one takes, cannot be derived from it."""
+    """Free the memory of earlier runs of this process. Their objects refer to each other in cycles (a graph does), and
+    would be counted as used until Python's collector runs."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 def forget_peak() -> None:
-    """Begin anew with `peak_resident_bytes`, where the kernel lets us, and with what torch's allocator counts: what
-    comes is then measured by itself."""
+    """Reset `peak_resident_bytes`, where the kernel allows it, and the peaks of torch's allocator, so that the work
+    that follows is measured alone."""
     with suppress(OSError):
         (PROC / "self/clear_refs").write_text("5")
     if torch.cuda.is_initialized():
@@ -137,10 +137,6 @@ def _kib_field(path: Path, name: str) -> int:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     raise OSError(f"{path} has no {name}")
-
-
-def _cgroup_rests() -> list[int]:
-    return [limit - used for limit, used in _cgroup_limits()]
 
 
 def _cgroup_limits() -> list[tuple[int, int]]:

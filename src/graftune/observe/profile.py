@@ -1,10 +1,10 @@
-"""Profiled steps and what they come to: who owns how much of a step, in one document, one table and one trace.
+"""The profile of a step: its time by phase, layer and operation, as one document and as a Chrome trace.
 
 A sample is one profiled step, read from its timeline (spans.py) once the device is done with it. Samples may have been
-taken in turns, each with the operations of other layers. So the time of all layers together is the mean over all
+taken in turns, each with the operations of other layers. The time of all layers together is the mean over all
 samples; it is divided among the layers, and among their operations, as in the samples that saw them. Operations add up
-to their layer, layers to their phase, and phases to what is owned of the step. Means are used because they add up;
-percentiles stand beside them.
+to their layer, layers to their phase, and phases to the part of the step that has an owner. Means are used because they
+add up; percentiles are given besides.
 
 The time of a captured pass that was replayed several times in a step (micro-batches of one shape) is that of its last
 replay, as often as it was replayed: every replay records into the same events.
@@ -101,7 +101,7 @@ def _apart(timeline: Timeline, first: Any, count: int) -> Iterable[Span]:
 
 @dataclass
 class Profile:
-    """All samples of one shape of step. `facts` are what the document says beside the times."""
+    """All samples of one shape of step. `facts` are the other fields of the document."""
 
     samples: list[StepSample] = field(default_factory=list)
     plain: list[float] = field(default_factory=list)  # milliseconds of steps without stamps, taken in between
@@ -203,7 +203,7 @@ class Profile:
         return rows
 
     def _hotspots(self) -> list[dict[str, Any]]:
-        """By medians: a step in which something else ran on the machine is no hotspot."""
+        """By medians, so that other work on the machine during one step does not count as a hotspot."""
         times: dict[Name, list[float]] = {}
         for sample in self.samples:
             for inside in sample.operations.values():
@@ -212,7 +212,7 @@ class Profile:
         return hotspots({n: statistics.median(ms) for n, ms in times.items() if n.operation}, self.step_ms)
 
     def _apart_rows(self) -> list[dict[str, Any]]:
-        """Time on other streams, which runs beside the spans: no part of the step's sum."""
+        """Time on other streams, which is not part of the step's sum."""
         totals: dict[tuple[str, str], float] = defaultdict(float)
         for name in {name for sample in self.samples for name in sample.on_other_streams}:
             seen = [sample for sample in self.samples if sample.turn.details(name.layer)]
@@ -251,7 +251,7 @@ def _order(phase: str) -> tuple[int, str]:
 
 
 def _layer_rows(layers: Mapping[tuple[str, int | None], float]) -> list[dict[str, Any]]:
-    """What is computed again belongs to the backward pass that needs it."""
+    """Recomputation counts as part of the backward pass that needs it."""
     ways = {"forward": ("reference", "forward"), "backward": ("recompute", "backward")}
     indices = sorted({layer for _, layer in layers if layer is not None})
     return [

@@ -18,10 +18,10 @@ FAR = 0.05  # by which a profiled step may differ from a plain one
 
 
 class Amounts(NamedTuple):
-    """What one step came to beside its tokens."""
+    """The figures of one step besides its tokens."""
 
     flops: float = 0.0
-    floor: float = 0.0  # seconds that the floor would have taken; 0: nobody knows
+    floor: float = 0.0  # seconds that the floor would have taken; 0: not known
     idle: float = 0.0  # seconds for which the host waited for the device
 
 
@@ -78,7 +78,7 @@ class Meter:
 
     @property
     def rates(self) -> Amounts:
-        """A second: operations; the share of the floor's speed; the share of the time in which the host is idle."""
+        """Operations per second, the share of the floor's speed, and the share of the time the host is idle."""
         span = self._span()
         return Amounts(*(amount / span.seconds for amount in span.amounts)) if span.seconds > 0 else NOTHING
 
@@ -118,7 +118,7 @@ def clock_text(seconds: float | None) -> str:
 
 
 def compared(found: Mapping[str, Any]) -> str:
-    """How long a profiled step takes beside a plain one, and what to think of it; empty if no plain one was timed."""
+    """Compares a profiled step with a plain one, in a sentence; empty if no plain step was timed."""
     step, plain = found["step_ms"], found["plain_ms"]
     if not plain:
         return ""
