@@ -62,16 +62,6 @@ def test_like_the_reference(kernels_on, device, rows, vocabulary, dtype, scaled)
     close(head.handed[-1], x @ head.weight.t(), dtype)  # they were not overwritten
 
 
-def test_like_autograd(kernels_on, device):
-    x, head, labels = problem(7, 6, 29, torch.float32, device, seed=3)
-    leaf = x.clone().requires_grad_()
-    want = torch.nn.functional.cross_entropy(leaf @ head.weight.t(), labels, reduction="sum", ignore_index=-1)
-    want.backward()
-    total, grad = linear_cross_entropy.forward(x, head, labels)
-    close(total, want, torch.float32)
-    close(grad, leaf.grad, torch.float32)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_hard_rows(kernels_on, device, dtype, monkeypatch):
     """Huge values, equal values, one value far above the rest in the last block, a single candidate."""
@@ -125,6 +115,8 @@ def test_no_rows(kernels_on, device):
     head = Table(torch.randn(5, 4, device=device))
     total, grad = linear_cross_entropy.forward(torch.empty(0, 4, device=device), head, torch.empty(0).long().to(device))
     assert total == 0 and grad.shape == (0, 4)
+    x, labels = torch.empty(0, 4, device=device), torch.empty(0).long().to(device)
+    assert linear_cross_entropy.log_probs(x, head, labels).shape == (0,)
 
 
 def test_chunks_are_few_equal_and_within_the_limit():
@@ -155,7 +147,7 @@ def test_rows_beyond_what_32_bits_address(device):
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["reference", "kernel"])
-@pytest.mark.parametrize(("factor", "cap"), [(0.3, 0.0), (1.0, 2.5), (0.5, 1.2)])
+@pytest.mark.parametrize(("factor", "cap"), [(1.0, 0.0), (0.3, 0.0), (1.0, 2.5), (0.5, 1.2)])
 def test_scaled_and_capped_logits_equal_autograds(device, fused, factor, cap, monkeypatch):
     from graftune.kernels import launch
 
@@ -226,9 +218,3 @@ def test_two_passes_are_autograds(device, fused, factor, cap, monkeypatch):
     grad = linear_cross_entropy.forward(x, head, labels, weights=-slopes, factor=factor, cap=cap)[1]
     assert grad is not None and leaf.grad is not None
     close(grad, leaf.grad, torch.float32)
-
-
-def test_no_rows_have_no_log_probabilities(kernels_on, device):
-    head = Table(torch.randn(5, 4, device=device))
-    x, labels = torch.empty(0, 4, device=device), torch.empty(0).long().to(device)
-    assert linear_cross_entropy.log_probs(x, head, labels).shape == (0,)

@@ -6,15 +6,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from graftune.kernels import launch
 from graftune.kernels.experts import Starts
 from graftune.model.feed_forward.expert_projection import Stacked
 from graftune.model.feed_forward.experts import Experts
 from graftune.settings.config import LoraConfig
 from graftune.weights.base import open_base
-from tests.kernels.test_whole_step import batch, stepped
+from tests.kernels.harness import batch, same_steps, start_from, stepped, through_kernels
 from tests.support import moe, quantised
 
 ALL = LoraConfig(rank=4, alpha=10.0, targets=("all_linear",))
@@ -41,18 +39,11 @@ def test_step_equals_the_references(base_dtype, lora, recompute, folder, device,
     cpu = quantised.placed(plain, lora, "fp32")
     start = cpu.arena.weights.clone()
     wanted = stepped(cpu, "cpu", "cpu", batch(), 0.0, recompute)
-    monkeypatch.setattr(launch, "fused", lambda x: True)
-    monkeypatch.setattr(launch, "augments", lambda device: True)
+    through_kernels(monkeypatch)
     monkeypatch.setattr(Starts, "groups", never)
     ours = quantised.placed(base, lora, base_dtype, device)
-    ours.arena.weights.copy_(start)
-    ours.arena.publish()
+    start_from(ours, start)
     for block in ours.decoder.blocks:
         assert isinstance(block.feed_forward, Experts) and isinstance(block.feed_forward.down.weights, Stacked)
     got = stepped(ours, device, "triton", batch(padded=True), 0.0, recompute)
-    for (report, grads, weights), (report_, grads_, weights_) in zip(got, wanted, strict=True):
-        assert torch.allclose(report, report_, rtol=1e-4), (report, report_)
-        for name in ours.arena.slots:
-            a, b = ours.arena.view(name, grads), ours.arena.view(name, grads_)
-            assert (a - b).norm() <= 1e-4 * (b.norm() + 1e-6), name
-        assert (weights - weights_).norm() <= 1e-3 * weights_.norm()
+    same_steps(ours.arena, got, wanted)

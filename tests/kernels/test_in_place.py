@@ -10,8 +10,8 @@ from graftune.kernels import fp8, swiglu
 from graftune.model import projection
 from graftune.model.projection import augmented_buffer
 from graftune.settings.config import LoraConfig
+from tests.kernels.harness import batch, stepped
 from tests.kernels.test_swiglu_kernel import inputs
-from tests.kernels.test_whole_step import batch, stepped
 from tests.support import oracle
 from tests.support.pairwise import pairwise
 

@@ -8,10 +8,10 @@ import torch
 
 from graftune.batch import Example
 from graftune.data.pack import pack
-from graftune.kernels import launch
 from graftune.losses import Anchored
 from graftune.settings.config import LoraConfig
 from graftune.step.step import Step
+from tests.kernels.harness import same_gradients, start_from, through_kernels
 from tests.support import oracle, tiny
 
 
@@ -24,15 +24,11 @@ def test_an_anchored_step_equals_the_references(shallow_folder, device, monkeypa
     cpu = oracle.ours(shallow_folder("llama"), lora)
     want = Step(cpu.decoder, cpu.arena, loss=loss)
     want.micro_step(exact)
-    monkeypatch.setattr(launch, "fused", lambda x: True)
-    monkeypatch.setattr(launch, "augments", lambda device: True)
+    through_kernels(monkeypatch)
     ours = oracle.ours(shallow_folder("llama"), replace(lora), device=device)
-    ours.arena.weights.copy_(cpu.arena.weights)
-    ours.arena.publish()
+    start_from(ours, cpu.arena.weights)
     step = Step(ours.decoder, ours.arena, loss=loss, attention_backend="triton")
     step.micro_step(padded.to(torch.device(device)))
     assert torch.allclose(step.loss_sum.cpu(), want.loss_sum, rtol=1e-4)
     assert torch.allclose(step.figure_sums.cpu(), want.figure_sums, rtol=1e-3) and want.figure_sums[1] > 0.1
-    for name in cpu.arena.slots:
-        got, grad = (side.arena.view(name, side.arena.grads).cpu() for side in (ours, cpu))
-        assert (got - grad).norm() <= 1e-4 * (grad.norm() + 1e-6), name
+    same_gradients(cpu.arena, ours.arena.grads.cpu(), cpu.arena.grads)

@@ -7,18 +7,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graftune.kernels import augmented_weight, launch
+from graftune.kernels import augmented_weight
 from graftune.kernels.augmented_weight import Adapters, reference
 from graftune.model.frozen import Dense, Table, Unpacked
 from graftune.settings.config import LoraConfig
 from graftune.weights import load
 from graftune.weights.base import open_base
-from tests.kernels.test_whole_step import batch, stepped
+from tests.kernels.harness import NAN, batch, same_steps, start_from, stepped, through_kernels
 from tests.support import quantised
 
 QV = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "down_proj"))
 ALL = LoraConfig(rank=4, alpha=10.0)
-NAN = float("nan")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -47,15 +46,9 @@ def test_adapters_beside_and_below_a_weight(columns, out, width, rank, size, dty
         assert not storage[side].isnan().any() and storage.isnan().sum() == storage.numel() - storage[side].numel()
 
 
-def through_kernels(monkeypatch) -> None:
-    monkeypatch.setattr(launch, "fused", lambda x: True)
-    monkeypatch.setattr(launch, "augments", lambda device: True)
-
-
 def check(side, wanted, start, device, dropout, recompute="none") -> None:
     """`side`, over a quantised base, takes the steps that were `wanted`."""
-    side.arena.weights.copy_(start)
-    side.arena.publish()
+    start_from(side, start)
     packed = [p for b in side.decoder.blocks for p in b.projections]
     assert all(isinstance(p.frozen, Unpacked) for p in packed)
     assert all(bool(p.adapter_columns) == (p.lora is not None) for p in packed) and any(
@@ -64,12 +57,7 @@ def check(side, wanted, start, device, dropout, recompute="none") -> None:
     for p in packed:
         p.frozen.storage.fill_(NAN)  # what a product does not write it may not read
     got = stepped(side, device, "triton", batch(padded=True), dropout, recompute)
-    for (report, grads, weights), (report_, grads_, weights_) in zip(got, wanted, strict=True):
-        assert torch.allclose(report, report_, rtol=1e-4), (report, report_)
-        for name in side.arena.slots:
-            a, b = side.arena.view(name, grads), side.arena.view(name, grads_)
-            assert (a - b).norm() <= 1e-4 * (b.norm() + 1e-6), name
-        assert (weights - weights_).norm() <= 1e-3 * weights_.norm()
+    same_steps(side.arena, got, wanted)
 
 
 @pytest.mark.parametrize(

@@ -10,35 +10,11 @@ import torch
 
 from graftune.kernels import rms_norm
 from graftune.kernels.rms_norm import reference
+from tests.kernels.harness import DTYPES, NAN, ROUNDED, buffer, close, filled, untouched
 from tests.support.pairwise import pairwise
 
-# One rounding of the result; twice that in bf16, which Triton's interpreter cuts off instead of rounding it.
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 5e-4}
-DTYPES = list(TOLERANCE)
+pytestmark = pytest.mark.usefixtures("poison")
 SIZES = [(1, 2), (1, 1024), (5, 3), (9, 96), (2, 129), (3, 1025), (2, 4097)]
-NAN = float("nan")
-
-
-def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
-    got, want = got.float(), want.float()
-    assert got.shape == want.shape and got.isfinite().all()
-    off = (got - want).norm() / (want.norm() + 1e-6)
-    assert off <= TOLERANCE[dtype], (off, (got - want).abs().max(), want.abs().max())
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """What the kernels allocate for themselves is full of NaN until they write it."""
-
-    def poisoned(make):
-        def call(*a, **k):
-            made = make(*a, **k)
-            return made.fill_(NAN) if made.is_floating_point() else made
-
-        return call
-
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
 
 
 def inputs(tokens: int, width: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:
@@ -48,38 +24,23 @@ def inputs(tokens: int, width: int, dtype: torch.dtype, device: str) -> tuple[to
     return x, y, torch.rand(width).add(0.5).to(device)
 
 
-def buffer(x: torch.Tensor, padding: int, filled: bool = False) -> torch.Tensor:
-    """NaN with padding beside and rows below x; its corner is `corner`, filled with x on request."""
-    wide = torch.full((len(x) + 9, x.shape[1] + padding), NAN, dtype=x.dtype, device=x.device)
-    if filled:
-        corner(wide, x).copy_(x)
-    return wide
-
-
-def corner(wide: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return wide[: len(x), : x.shape[1]]
-
-
-def untouched(wide: torch.Tensor, x: torch.Tensor) -> bool:
-    return bool(wide[: len(x), x.shape[1] :].isnan().all() and wide[len(x) :].isnan().all())
-
-
 @pairwise(("tokens, width", SIZES), ("added", [True, False]), ("padding", [0, 5]), ("dtype", DTYPES))
 def test_forward(kernels_on, device, tokens, width, added, padding, dtype):
     x, y, weight = inputs(tokens, width, dtype, device)
-    ours, theirs, wide = y.clone(), y.clone(), buffer(x, padding)
-    out, want, before = corner(wide, x), torch.full_like(x, NAN), x.clone()
+    ours, theirs = y.clone(), y.clone()
+    wide, out = buffer(tokens, width, padding, x)
+    want, before = torch.full_like(x, NAN), x.clone()
     total, rstd = rms_norm.add_forward(x, ours if added else None, weight, 1e-5, out)
     want_total, want_rstd = reference.add_forward(x, theirs if added else None, weight, 1e-5, want)
     assert total is (ours if added else x) and torch.equal(x, before) and rstd.dtype == torch.float32
     if added and dtype == torch.bfloat16 and device == "cpu":
-        close(total, want_total, dtype)
-        close(rstd, want_rstd, dtype)
+        close(total, want_total, ROUNDED[dtype])
+        close(rstd, want_rstd, ROUNDED[dtype])
     else:
         assert torch.equal(total, want_total)
-        close(rstd, want_rstd, torch.float32)
-    close(out, want, dtype)
-    assert untouched(wide, x)
+        close(rstd, want_rstd, ROUNDED[torch.float32])
+    close(out, want, ROUNDED[dtype])
+    assert untouched(wide, out)
     assert torch.equal(rms_norm.apply(total, rstd, weight), out), "the norm again, bit for bit"
 
 
@@ -92,17 +53,15 @@ def test_backward(kernels_on, device, tokens, width, residual_padding, learns, d
     totals = [torch.full_like(weight, 3.0) if learns else None for _ in range(2)]
     wide_residual = None if residual is None else residual.float().clone()
     want = reference.add_backward(grad.float(), x.float(), rstd, weight, wide_residual, totals[1])
-    grad_wide, wide = buffer(grad, 3, filled=True), None
-    if residual is not None:
-        wide = buffer(residual, residual_padding, filled=True)
-    given = None if wide is None else corner(wide, x)
-    got = rms_norm.add_backward(corner(grad_wide, x), x, rstd, weight, given, totals[0])
+    grad_wide, coming = filled(grad, 3)
+    wide, given = (None, None) if residual is None else filled(residual, residual_padding)
+    got = rms_norm.add_backward(coming, x, rstd, weight, given, totals[0])
     assert got.dtype == dtype and (given is None or got is given)
-    close(got, want, dtype)
-    assert wide is None or untouched(wide, x)
-    assert torch.equal(corner(grad_wide, x), grad) and untouched(grad_wide, x)
+    close(got, want, ROUNDED[dtype])
+    assert wide is None or untouched(wide, given)
+    assert torch.equal(coming, grad) and untouched(grad_wide, coming)
     if learns:  # accumulated into, not overwritten; summed in fp32 whatever the dtype
-        close(totals[0], totals[1], torch.float32)
+        close(totals[0], totals[1], ROUNDED[torch.float32])
 
 
 @pytest.mark.parametrize(("tokens", "programs"), [(1, 4), (4, 4), (5, 4), (37, 4), (13, 1)])
@@ -111,17 +70,17 @@ def test_the_weights_gradient_of_rows_that_share_a_program(kernels_on, device, t
 
     monkeypatch.setattr(kernel, "PROGRAMS", programs)
     x, grad, weight = inputs(tokens, 6, torch.float32, device)
-    x = corner(buffer(x, 0, filled=True), x)  # whoever goes on behind the last token meets NaN
+    _, x = filled(x, 0)  # whoever goes on behind the last token meets NaN
     rstd = torch.full((tokens + 9,), NAN, device=device)[:tokens].copy_(torch.rsqrt(x.square().mean(-1) + 1e-5))
     found = []
     for _ in range(2):
-        total, wide = torch.full_like(weight, -2.0), buffer(grad.flip(0), 1, filled=True)
-        found.append((rms_norm.add_backward(grad, x, rstd, weight, corner(wide, x), total), total))
-        assert untouched(wide, x)
+        total, (wide, along) = torch.full_like(weight, -2.0), filled(grad.flip(0), 1)
+        found.append((rms_norm.add_backward(grad, x, rstd, weight, along, total), total))
+        assert untouched(wide, along)
     want_total = torch.full_like(weight, -2.0)
     want = reference.add_backward(grad, x, rstd, weight, grad.flip(0), want_total)
-    close(found[0][0], want, torch.float32)
-    close(found[0][1], want_total, torch.float32)
+    close(found[0][0], want, ROUNDED[torch.float32])
+    close(found[0][1], want_total, ROUNDED[torch.float32])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), "the same bits every time"
 
 
@@ -133,7 +92,7 @@ def test_squares_beyond_fp16_and_rows_of_zeros(kernels_on, device, dtype):
     _, rstd = rms_norm.add_forward(x, None, weight, 1e-6, out)
     assert math.isclose(rstd[1].item(), 1000.0, rel_tol=1e-5) and not out[1].any()
     want = x.float() / (x.float().square().mean(-1, keepdim=True) + 1e-6).sqrt()
-    close(out, want, dtype)
+    close(out, want, ROUNDED[dtype])
 
 
 def test_what_is_normed_is_the_rounded_sum(kernels_on, device):

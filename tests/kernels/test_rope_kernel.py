@@ -8,18 +8,17 @@ import torch
 
 from graftune.kernels import rope
 from graftune.kernels.rope import reference
+from tests.kernels import harness
+from tests.kernels.harness import DTYPES, NAN
 from tests.support.pairwise import pairwise
 
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
-DTYPES = list(TOLERANCE)
+CLOSE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
+
 SHAPES = [(1, (1, 1, 2)), (37, (3, 1, 20)), (34, (2, 1, 64)), (19, (2, 2, 96)), (5, (2, 1, 256))]
 
 
 def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, slack: float = 1.0) -> None:
-    got, want = got.float(), want.float()
-    assert got.shape == want.shape and got.isfinite().all()
-    off = (got - want).norm() / (want.norm() + 1e-6)
-    assert off <= TOLERANCE[dtype] * slack, (off, (got - want).abs().max(), want.abs().max())
+    harness.close(got, want, CLOSE[dtype] * slack)
 
 
 def table(tokens: int, width: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,14 +79,14 @@ def test_backward(kernels_on, device, tokens, heads, normed, dtype):
     else:
         raw = raw.new_empty(0)
     sums = [{f"grad_{n}_norm": torch.full_like(q_norm, 3.0) for n in normed or ()} for _ in range(2)]
-    got, want, elsewhere = grad.clone(), grad.clone(), torch.full_like(grad, float("nan"))
+    got, want, elsewhere = grad.clone(), grad.clone(), torch.full_like(grad, NAN)
     rope.finish_backward(by_part(got, heads), got, cos, sin, heads, raw, **options, **sums[0])
     reference.finish_backward(by_part(want, heads), want, cos, sin, heads, raw, **options, **sums[1])
     close(got, want, dtype)
     plain = tuple(part.contiguous() for part in by_part(grad, heads))
     rope.finish_backward(plain, elsewhere, cos, sin, heads, raw, **options)
     assert torch.equal(elsewhere, got)
-    from_plain = torch.full_like(grad, float("nan"))
+    from_plain = torch.full_like(grad, NAN)
     reference.finish_backward(plain, from_plain, cos, sin, heads, raw, **options)
     assert torch.equal(from_plain, want)
     assert torch.equal(got[:, -heads[1] * heads[2] :], grad[:, -heads[1] * heads[2] :])
@@ -103,12 +102,12 @@ def test_query_heads_that_share_a_key_head_are_added_up(kernels_on, device, dtyp
     cos, sin = table(tokens, turning, device)
     parts = torch.randn(2, tokens, 6, 16, device=device)
     dq = torch.randn(tokens, 6, 16, device=device).to(dtype)
-    got, want = (torch.full((tokens, 10 * 16), float("nan"), dtype=d, device=device) for d in (dtype, torch.float32))
+    got, want = (torch.full((tokens, 10 * 16), NAN, dtype=d, device=device) for d in (dtype, torch.float32))
     rope.finish_backward((dq, *parts), got, cos, sin, heads, got.new_empty(0))
     sums = [part.unflatten(1, (2, 3)).sum(2) for part in parts]
     reference.finish_backward((dq.float(), *sums), want, cos, sin, heads, want.new_empty(0))
     close(got, want.to(dtype), dtype)
-    again = torch.full_like(got, float("nan"))
+    again = torch.full_like(got, NAN)
     reference.finish_backward((dq, *parts), again, cos, sin, heads, got.new_empty(0))
     close(again, want.to(dtype), dtype)
 
@@ -165,14 +164,14 @@ def test_both_ways_against_autograd(path, device, request):
 def test_nothing_beyond_the_tokens_is_written(kernels_on, device):
     tokens, heads = 35, (2, 1, 20)
     columns = 4 * 20
-    buffer = torch.full((64, columns), float("nan"), device=device)
+    buffer = torch.full((64, columns), NAN, device=device)
     buffer[:tokens] = torch.randn(tokens, columns, device=device)
     cos, sin = table(tokens, 20, device)
     bias = torch.ones(columns, device=device)
     rope.finish_(buffer[:tokens], cos, sin, heads, bias=bias)
     rope.finish_backward(by_part(buffer[:tokens], heads), buffer[:tokens], cos, sin, heads, buffer.new_empty(0))
     assert buffer[:tokens].isfinite().all() and buffer[tokens:].isnan().all()
-    wide = torch.full((tokens, columns + 8), float("nan"), device=device)  # rows apart, padding behind each
+    wide = torch.full((tokens, columns + 8), NAN, device=device)  # rows apart, padding behind each
     wide[:, :columns] = buffer[:tokens]
     rope.finish_backward(by_part(wide[:, :columns], heads), wide[:, :columns], cos, sin, heads, buffer.new_empty(0))
     rope.finish_backward(by_part(buffer[:tokens], heads), buffer[:tokens], cos, sin, heads, buffer.new_empty(0))
@@ -192,7 +191,7 @@ def test_a_part_of_each_head_is_turned(kernels_on, device, tokens, heads, turned
     assert torch.equal(q[..., turned:], qkv.unflatten(1, (-1, heads[2]))[:, : heads[0], turned:])
     alone = qkv.unflatten(1, (-1, heads[2]))[:, : heads[0], :turned].clone()
     close(q[..., :turned], reference.rotate_(alone, cos, sin), dtype)
-    elsewhere = torch.full_like(got, float("nan"))
+    elsewhere = torch.full_like(got, NAN)
     rope.finish_backward(by_part(qkv, heads), elsewhere, cos, sin, heads, qkv.new_empty(0))
     here, want = qkv.clone(), qkv.clone()
     rope.finish_backward(by_part(here, heads), here, cos, sin, heads, qkv.new_empty(0))

@@ -8,10 +8,11 @@ import torch
 
 from graftune.kernels import short_conv
 from graftune.kernels.short_conv import reference
+from tests.kernels.harness import buffer, close, filled, untouched
 from tests.support.pairwise import pairwise
 
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-NAN = float("nan")
+CLOSE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
 # (documents, width, taps): odd, tiny, documents shorter than the taps and across the tiles of 16 tokens and 128 columns
 CASES = [((1,), 1, 3), ((2, 1, 1), 5, 3), ((16, 1, 30), 130, 3), ((7, 41), 33, 4), ((3, 3), 257, 2)]
 
@@ -22,20 +23,6 @@ def inputs(documents, width, taps, dtype, device):
     bcx, grad = torch.randn(tokens, 3 * width), torch.randn(tokens, width)
     positions = torch.cat([torch.arange(n) for n in documents])
     return bcx.to(device, dtype), torch.randn(width, taps).to(device), positions.to(device), grad.to(device, dtype)
-
-
-def buffer(tokens, width, padding, like):
-    wide = torch.full((tokens + 2, width + padding), NAN, dtype=like.dtype, device=like.device)
-    return wide, wide[:tokens, :width]
-
-
-def untouched(wide, inner):
-    return bool(wide[: len(inner), inner.shape[1] :].isnan().all() and wide[len(inner) :].isnan().all())
-
-
-def close(got, want, dtype):
-    assert got.shape == want.shape and got.isfinite().all()
-    assert (got.float() - want.float()).norm() <= TOLERANCE[dtype] * (want.float().norm() + 1e-6)
 
 
 def by_torch(documents, bcx, taps):
@@ -59,18 +46,17 @@ def test_reference_is_autograds(documents, width, taps):
         grad_taps = torch.zeros_like(weight)
         reference.forward(bcx, weight, positions, out)
         reference.backward(grad, bcx, weight, positions, grad_bcx, mixed, grad_taps)
-    close(out, want, torch.float32)
-    close(mixed, want, torch.float32)
-    close(grad_bcx, bcx.grad, torch.float32)
-    close(grad_taps, weight.grad, torch.float32)
+    close(out, want, CLOSE[torch.float32])
+    close(mixed, want, CLOSE[torch.float32])
+    close(grad_bcx, bcx.grad, CLOSE[torch.float32])
+    close(grad_taps, weight.grad, CLOSE[torch.float32])
 
 
-@pairwise(("documents, width, taps", CASES), ("padding", [0, 8]), ("dtype", list(TOLERANCE)))
+@pairwise(("documents, width, taps", CASES), ("padding", [0, 8]), ("dtype", list(CLOSE)))
 def test_kernel_is_the_references(kernels_on, device, documents, width, taps, padding, dtype):
     bcx, weight, positions, grad = inputs(documents, width, taps, dtype, device)
     tokens = len(bcx)
-    bcx_wide, given = buffer(tokens, 3 * width, padding, bcx)
-    given.copy_(bcx)
+    bcx_wide, given = filled(bcx, padding)
     (out_wide, out), (grad_wide, grad_bcx), (mixed_wide, mixed) = (
         buffer(tokens, columns, padding, bcx) for columns in (width, 3 * width, width)
     )
@@ -80,7 +66,7 @@ def test_kernel_is_the_references(kernels_on, device, documents, width, taps, pa
     reference.forward(bcx.float(), weight, positions, want)
     reference.backward(grad.float(), bcx.float(), weight, positions, want_grad, want_mixed)
     for got, right in ((out, want), (grad_bcx, want_grad), (mixed, want_mixed)):
-        close(got, right, dtype)
+        close(got, right, CLOSE[dtype])
     for wide, inner in ((out_wide, out), (grad_wide, grad_bcx), (mixed_wide, mixed), (bcx_wide, given)):
         assert untouched(wide, inner)
     assert torch.equal(given, bcx)
@@ -92,4 +78,4 @@ def test_a_step_is_the_next_token():
     reference.forward(bcx, weight, positions, want)
     for token in range(9):
         short_conv.step_(bcx[token : token + 1], weight, state, got)
-        close(got[0], want[token], torch.float32)
+        close(got[0], want[token], CLOSE[torch.float32])

@@ -25,7 +25,7 @@ from graftune.step.pipeline import HostLoop
 from graftune.step.step import Step
 from graftune.training import profiler
 from graftune.training.profiler import Recorder
-from tests.kernels.test_whole_step import HYPER, batch
+from tests.kernels.harness import HYPER, batch
 from tests.support import oracle
 
 

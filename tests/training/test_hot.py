@@ -20,7 +20,7 @@ from graftune.model.context import SideStreams
 from graftune.step.pipeline import BatchBuffer, BatchShape, DeviceLoop
 from graftune.step.step import Step
 from graftune.step.tail import RankSignals
-from tests.kernels.test_whole_step import batch
+from tests.kernels.harness import batch
 from tests.support import oracle
 
 
