@@ -77,19 +77,15 @@ def test_bf16_is_near_fp32(variant):
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", SPECS)
-def test_captured_is_eager_bit_for_bit(variant, compute):
+def test_captured_is_eager_bit_for_bit(variant, compute, deterministic):
     found = []
-    torch.use_deterministic_algorithms(True)
-    try:
-        for graph in (True, False):
-            ours, step, loop = ready(SPECS[variant], graph=graph, compute=compute, dropout=0.1)
-            for i in range(6):
-                run(loop, [examples(2 * i, 20, 33 + i), examples(2 * i + 1, 60)], lr=1e-2 / (i + 1))
-            figures = [f[1:] for f in loop.finished(wait=True)]
-            found.append((figures, ours.arena.weights.clone(), int(step.count)))
-            assert loop.captures == (1 if graph else 0)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    for graph in (True, False):
+        ours, step, loop = ready(SPECS[variant], graph=graph, compute=compute, dropout=0.1)
+        for i in range(6):
+            run(loop, [examples(2 * i, 20, 33 + i), examples(2 * i + 1, 60)], lr=1e-2 / (i + 1))
+        figures = [f[1:] for f in loop.finished(wait=True)]
+        found.append((figures, ours.arena.weights.clone(), int(step.count)))
+        assert loop.captures == (1 if graph else 0)
     (figures, weights, count), (figures_, weights_, count_) = found
     assert figures == figures_ and torch.equal(weights, weights_) and count == count_ == 6
 

@@ -24,22 +24,18 @@ def weighted(seed: int, *lengths: int):
 
 
 @pytest.mark.parametrize("loss", [CrossEntropy(), Anchored(0.3)], ids=["cross_entropy", "anchored"])
-def test_captured_is_eager_bit_for_bit(loss: Loss, tiny_folder) -> None:
+def test_captured_is_eager_bit_for_bit(loss: Loss, tiny_folder, deterministic: None) -> None:
     found = []
-    torch.use_deterministic_algorithms(True)
-    try:
-        for graph in (True, False):
-            ours, _, loop = ready(tiny_folder("llama"), graph=graph, compute=torch.bfloat16, dropout=0.1, loss=loss)
-            for i in range(6):
-                groups = weighted(2 * i, 20, 33 + i), weighted(2 * i + 1, 60)
-                batches = [pack(group, layout=loss.layout(group), **SHAPE) for group in groups]
-                hyper = HYPER | {"divisor": sum(batch.divisor for batch in batches)}
-                loop.step([loop.stage(batch) for batch in batches], hyper, [7, 8])
-            steps = [figures._replace(tag=None) for figures in loop.finished(wait=True)]
-            found.append((steps, ours.arena.weights.clone()))
-            assert loop.captures == (1 if graph else 0)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    for graph in (True, False):
+        ours, _, loop = ready(tiny_folder("llama"), graph=graph, compute=torch.bfloat16, dropout=0.1, loss=loss)
+        for i in range(6):
+            groups = weighted(2 * i, 20, 33 + i), weighted(2 * i + 1, 60)
+            batches = [pack(group, layout=loss.layout(group), **SHAPE) for group in groups]
+            hyper = HYPER | {"divisor": sum(batch.divisor for batch in batches)}
+            loop.step([loop.stage(batch) for batch in batches], hyper, [7, 8])
+        steps = [figures._replace(tag=None) for figures in loop.finished(wait=True)]
+        found.append((steps, ours.arena.weights.clone()))
+        assert loop.captures == (1 if graph else 0)
     (figures, weights), (figures_, weights_) = found
     assert figures == figures_ and torch.equal(weights, weights_)
     assert set(figures[0].more) == set(loss.figures)

@@ -52,19 +52,15 @@ def test_gradients_equal_the_cpus(base_dtype, folder):
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
-def test_captured_is_eager_bit_for_bit(compute, folder):
+def test_captured_is_eager_bit_for_bit(compute, folder, deterministic):
     found = []
-    torch.use_deterministic_algorithms(True)
-    try:
-        for graph in (True, False):
-            ours, _, loop = ready(folder, compute, graph)
-            for i in range(6):
-                run(loop, [examples(2 * i, 20, 33 + i), examples(2 * i + 1, 60)], lr=1e-2 / (i + 1))
-            figures = [f[1:] for f in loop.finished(wait=True)]
-            found.append((figures, ours.arena.weights.clone()))
-            assert loop.captures == (1 if graph else 0)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    for graph in (True, False):
+        ours, _, loop = ready(folder, compute, graph)
+        for i in range(6):
+            run(loop, [examples(2 * i, 20, 33 + i), examples(2 * i + 1, 60)], lr=1e-2 / (i + 1))
+        figures = [f[1:] for f in loop.finished(wait=True)]
+        found.append((figures, ours.arena.weights.clone()))
+        assert loop.captures == (1 if graph else 0)
     (figures, weights), (figures_, weights_) = found
     assert figures == figures_ and torch.equal(weights, weights_)
 

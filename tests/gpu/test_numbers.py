@@ -43,12 +43,10 @@ def maker(folder, compute: torch.dtype, graph: bool = True):
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
-def test_an_inf_in_one_micro_batch_skips_exactly_that_update_inside_the_graph(compute, tiny_folder) -> None:
-    torch.use_deterministic_algorithms(True)
-    try:
-        injected.skips_exactly_that_update(maker(tiny_folder("llama-untied"), compute), fixed=True)
-    finally:
-        torch.use_deterministic_algorithms(False)
+def test_an_inf_in_one_micro_batch_skips_exactly_that_update_inside_the_graph(
+    compute, tiny_folder, deterministic: None
+) -> None:
+    injected.skips_exactly_that_update(maker(tiny_folder("llama-untied"), compute), fixed=True)
 
 
 def test_the_device_counts_its_tokens_inside_the_graph(tiny_folder) -> None:

@@ -36,13 +36,9 @@ def stepped(folder: Path, timed: bool, turns: int = 1, **more: Any) -> tuple[tor
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_a_profiled_run_trains_the_same_weights(tiny_folder, recompute: str) -> None:
-    torch.use_deterministic_algorithms(True)
-    try:
-        plain, none = stepped(tiny_folder("llama"), timed=False, recompute=recompute)
-        weights, found = stepped(tiny_folder("llama"), timed=True, turns=2, recompute=recompute)
-    finally:
-        torch.use_deterministic_algorithms(False)
+def test_a_profiled_run_trains_the_same_weights(tiny_folder, recompute: str, deterministic: None) -> None:
+    plain, none = stepped(tiny_folder("llama"), timed=False, recompute=recompute)
+    weights, found = stepped(tiny_folder("llama"), timed=True, turns=2, recompute=recompute)
     assert torch.equal(plain, weights) and not none.samples
     assert len(found.samples) == 4, "six profiled steps, of which the first of each turn captures"
     for sample in found.samples:

@@ -75,20 +75,16 @@ def trained(ours: oracle.Ours, steps: int, **how: Any) -> tuple[list[tuple[float
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize(("kind", "table"), SOME)
-def test_captured_is_eager_bit_for_bit(kind, table, dropout):
+def test_captured_is_eager_bit_for_bit(kind, table, dropout, deterministic):
     base, base_dtype = base_of(kind, table)
     found = []
-    torch.use_deterministic_algorithms(True)
-    try:
-        for graph in (True, False):
-            ours = quantised.placed(base, LORA, base_dtype, "cuda", torch.bfloat16)
-            qkv = ours.decoder.blocks[0].mixer.qkv
-            assert isinstance(qkv.frozen, Unpacked) and qkv.adapter_columns
-            figures, weights, loop = trained(ours, 6, graph=graph, deterministic=True, dropout=dropout)
-            assert loop.captures == (1 if graph else 0)
-            found.append((figures, weights))
-    finally:
-        torch.use_deterministic_algorithms(False)
+    for graph in (True, False):
+        ours = quantised.placed(base, LORA, base_dtype, "cuda", torch.bfloat16)
+        qkv = ours.decoder.blocks[0].mixer.qkv
+        assert isinstance(qkv.frozen, Unpacked) and qkv.adapter_columns
+        figures, weights, loop = trained(ours, 6, graph=graph, deterministic=True, dropout=dropout)
+        assert loop.captures == (1 if graph else 0)
+        found.append((figures, weights))
     assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
 
 

@@ -38,12 +38,6 @@ def figures(run: Path) -> list[tuple[object, ...]]:
     return [tuple(e.get(n) for n in names) for e in (*steps(events), *evals(events))]
 
 
-@pytest.fixture
-def deterministic():
-    yield
-    torch.use_deterministic_algorithms(False)  # a run sets it for its process
-
-
 @pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
 def test_captured_eager_and_resumed_are_the_same_bits(compute, tiny_folder, tmp_path, deterministic):
     more = {"deterministic": True, "compute_dtype": compute}

@@ -116,3 +116,40 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+
+
+@pytest.fixture
+def honest_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter loses the carry when it rounds to e4m3, cuts bf16 off, and multiplies bf16 matrices as
+    integers: torch's own rounding instead, and products of floats."""
+    if torch.cuda.is_available():
+        return
+    import numpy
+    import triton.language as tl
+    from triton.runtime import interpreter as theirs
+
+    from graftune.kernels import fp8
+
+    kinds = {
+        tl.float8e4nv: fp8.E4M3, tl.bfloat16: torch.bfloat16, tl.float16: torch.float16, tl.float32: torch.float32,
+        tl.float64: torch.float64,
+    }  # fmt: skip
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = {1: numpy.uint8, 2: numpy.uint16, 4: numpy.uint32, 8: numpy.uint64}
+
+    def convert(values: Any, given: Any, wanted: Any, rounding: Any) -> Any:
+        x = torch.frombuffer(bytearray(values.tobytes()), dtype=whole[kinds[given].itemsize]).view(kinds[given])
+        to = kinds[wanted]
+        x = x.float().clamp(-fp8.LARGEST, fp8.LARGEST) if to == fp8.E4M3 else x
+        raw = x.to(to).contiguous().view(whole[to.itemsize]).numpy()
+        return raw.view(bits[to.itemsize]).reshape(values.shape)
+
+    def dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
+        a, b = (
+            convert(m.data, m.dtype, tl.float32, None).view(numpy.float32) if m.dtype == tl.bfloat16 else m.data
+            for m in (a, b)
+        )
+        return theirs.TensorHandle(numpy.matmul(a, b, dtype=d.data.dtype) + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(theirs, "_convert_float", convert)
+    monkeypatch.setattr(theirs.InterpreterBuilder, "create_dot", dot)

@@ -12,6 +12,7 @@ from graftune.kernels import attention
 from graftune.kernels.attention import Documents, reference
 from graftune.kernels.rope.reference import added_up
 
+pytestmark = pytest.mark.usefixtures("honest_rounding")
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -58,27 +59,6 @@ def check(lengths, heads, dtype, device, window=0, longest=None, backend="triton
     close(out, want, dtype)
     for got, right in zip(views, expected, strict=True):
         close(added_up(got, right.shape[1]), right, dtype)
-
-
-@pytest.fixture(autouse=True)
-def _products_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter keeps bf16 as 16-bit integers and multiplies those; products of such tiles are taken in
-    fp32 here, as the hardware does."""
-    if torch.cuda.is_available():
-        return
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    plain = interpreter.InterpreterBuilder.create_dot
-
-    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-        if a.dtype != tl.bfloat16:
-            return plain(self, a, b, d, input_precision, max_num_imprecise_acc)
-        wide = [(x.data.astype(np.uint32) << 16).view(np.float32) for x in (a, b)]
-        return interpreter.TensorHandle(wide[0] @ wide[1] + d.data, d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
 @pytest.fixture

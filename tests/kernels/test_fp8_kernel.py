@@ -3,7 +3,6 @@ the weight's interface against the same values in fp32."""
 
 from __future__ import annotations
 
-import numpy
 import pytest
 import torch
 
@@ -11,47 +10,14 @@ from graftune.kernels import fp8, lora_linear, rms_norm, rope, swiglu
 from graftune.kernels.augmented_weight import Adapters
 from graftune.kernels.fp8 import E4M3, AdapterCodes, Rows, reference
 from graftune.kernels.lora_linear import LowRank
+from tests.kernels.harness import DTYPES, NAN, close
 from tests.support.pairwise import pairwise
 
-NAN = float("nan")
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+pytestmark = pytest.mark.usefixtures("honest_rounding")
+
 SIZES = [(1, 16), (3, 48), (5, 144), (2, 1040), (7, 4112)]
 # Of h and g, one rounding to their dtype (and, in bf16, another of A times the norm's weight).
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-
-
-@pytest.fixture(autouse=True)
-def honest_rounding(monkeypatch):
-    """Triton's interpreter loses the carry when it rounds to e4m3, cuts bf16 off, and multiplies bf16 matrices as
-    integers: torch's own rounding instead, and products of floats."""
-    if torch.cuda.is_available():
-        return
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    kinds = {
-        tl.float8e4nv: E4M3, tl.bfloat16: torch.bfloat16, tl.float16: torch.float16, tl.float32: torch.float32,
-        tl.float64: torch.float64,
-    }  # fmt: skip
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = {1: numpy.uint8, 2: numpy.uint16, 4: numpy.uint32, 8: numpy.uint64}
-
-    def convert(values, given, wanted, rounding):
-        x = torch.frombuffer(bytearray(values.tobytes()), dtype=whole[kinds[given].itemsize]).view(kinds[given])
-        to = kinds[wanted]
-        x = x.float().clamp(-fp8.LARGEST, fp8.LARGEST) if to == E4M3 else x
-        raw = x.to(to).contiguous().view(whole[to.itemsize]).numpy()
-        return raw.view(bits[to.itemsize]).reshape(values.shape)
-
-    def dot(self, a, b, d, precision, imprecise):
-        a, b = (
-            convert(m.data, m.dtype, tl.float32, None).view(numpy.float32) if m.dtype == tl.bfloat16 else m.data
-            for m in (a, b)
-        )
-        return interpreter.TensorHandle(numpy.matmul(a, b, dtype=d.data.dtype) + d.data, d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter, "_convert_float", convert)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
 def poisoned(rows: int, width: int, device: str, beside: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,18 +35,21 @@ def same(got: torch.Tensor, want: torch.Tensor) -> bool:
     return torch.equal(got.cpu().view(torch.uint8), want.cpu().view(torch.uint8))
 
 
-def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
-    got, want = got.float().cpu(), want.float().cpu()
-    assert got.shape == want.shape and got.isfinite().all()
-    off = (got - want).norm() / (want.norm() + 1e-30)
-    assert off <= tolerance, off
-
-
 def neighbours(got: torch.Tensor, want: torch.Tensor, share: float = 0.01) -> None:
     """The same codes, but for a few that a scale's last bit moved to the next one."""
     a, b = (c.cpu().contiguous().view(torch.uint8).to(torch.int16) for c in (got, want))
     a, b = (torch.where(c > 127, 128 - c, c) for c in (a, b))  # in order of what they mean
     assert (a - b).abs().max() <= 1 and (a != b).float().mean() <= share
+
+
+def coded(stored: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, wide: torch.Tensor, factor, bound) -> None:
+    """`codes` and `scale` are the reference's of what was stored, and nothing beside them is written."""
+    want = torch.empty(codes.shape, dtype=E4M3)
+    given = [None if x is None else x.cpu() for x in (factor, bound)]
+    wanted = reference.quantise(stored.cpu(), want, *given)
+    torch.testing.assert_close(scale.cpu(), wanted, rtol=1e-5, atol=0)
+    neighbours(codes, want)
+    assert untouched(wide, codes)
 
 
 def rows_of(tokens: int, width: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -115,12 +84,9 @@ def test_rows_too_long_for_one_program(kernels_on, device, monkeypatch):
     monkeypatch.setattr(kernel, "ONE", 64)
     x = rows_of(4, 208)
     for reach in (None, torch.tensor(0.7)):
-        want, (wide, codes) = torch.empty(4, 208, dtype=E4M3), poisoned(4, 208, device)
-        scale = reference.quantise(x, want, None, reach)
-        got = fp8.quantise(x.to(device), codes, reach=None if reach is None else reach.to(device))
-        torch.testing.assert_close(got.cpu(), scale, rtol=1e-6, atol=0)
-        neighbours(codes, want)
-        assert untouched(wide, codes)
+        wide, codes = poisoned(4, 208, device)
+        scale = fp8.quantise(x.to(device), codes, reach=None if reach is None else reach.to(device))
+        coded(x, codes, scale, wide, None, reach)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -353,11 +319,7 @@ def test_norm_backward(kernels_on, device, tokens, width, dtype, reach):
         )  # fmt: skip
         close(out[:, :width], exact, {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype])
         assert out[:, width:].isnan().all() and torch.equal(out[:, :width], aside[:, :width])
-        want = torch.empty(tokens, width, dtype=E4M3)
-        wanted = reference.quantise(out[:, :width].cpu(), want, factor, bound)
-        torch.testing.assert_close(scale.cpu(), wanted, rtol=1e-6, atol=0)
-        neighbours(codes, want)
-        assert untouched(wide, codes)
+        coded(out[:, :width], codes, scale, wide, factor, bound)
 
 
 @pairwise(
@@ -375,11 +337,7 @@ def test_act(kernels_on, device, tokens, width, one, dtype, reach, monkeypatch):
     scale = fp8.act(gate_up.to(device), codes, reach=None if bound is None else bound.to(device))
     exact = torch.empty(tokens, width)
     swiglu.reference.forward(gate_up.float(), exact)
-    assert untouched(wide, codes)
-    want = torch.empty(tokens, width, dtype=E4M3)
-    wanted = reference.quantise(exact, want, None, bound)
-    torch.testing.assert_close(scale.cpu(), wanted, rtol=1e-5, atol=0)
-    neighbours(codes, want)
+    coded(exact, codes, scale, wide, None, bound)
 
 
 @pairwise(
@@ -402,11 +360,7 @@ def test_act_backward(kernels_on, device, tokens, width, block, dtype, reach, mo
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
     close(out, want_out, tolerance)
     close(act, want_act, tolerance)
-    want = torch.empty(codes.shape, dtype=E4M3, device=device)
-    wanted = reference.quantise(out, want, factor, bound)
-    torch.testing.assert_close(scale, wanted, rtol=1e-6, atol=0)
-    neighbours(codes, want)
-    assert untouched(wide, codes)
+    coded(out, codes, scale, wide, factor, bound)
 
 
 HEADS = [
@@ -440,11 +394,7 @@ def test_rope_backward(kernels_on, device, tokens, heads, dtype, reach, monkeypa
         scale = fp8.rope_backward(grads, out[:, :width], cos, sin, heads, codes, factor, reach=bound)
         close(out[:, :width], exact, CLOSE[dtype])
         assert torch.equal(out[:, :width], elsewhere[:, :width]) and out[:, width:].isnan().all()
-        want = torch.empty(tokens, width, dtype=E4M3, device=device)
-        wanted = reference.quantise(out[:, :width], want, factor, bound)
-        torch.testing.assert_close(scale, wanted, rtol=1e-6, atol=0)
-        neighbours(codes, want)
-        assert untouched(wide, codes)
+        coded(out[:, :width], codes, scale, wide, factor, bound)
 
 
 @pytest.mark.parametrize(("turning", "added"), [(8, False), (16, True), (8, True)])
@@ -458,9 +408,7 @@ def test_rope_backward_of_what_one_program_does_not_hold(kernels_on, device, tur
     grads = dq.bfloat16(), *((dk, dv) if added else (dk.bfloat16(), dv.bfloat16()))
     out, exact = (torch.full((tokens, width), NAN, dtype=torch.bfloat16, device=device) for _ in range(2))
     rope.finish_backward(grads, exact, cos, sin, heads, exact.new_empty(0))
-    want, (wide, codes) = torch.empty(tokens, width, dtype=E4M3, device=device), poisoned(tokens, width, device)
-    wanted = reference.quantise(exact, want, factor, bound)
+    wide, codes = poisoned(tokens, width, device)
     scale = fp8.rope_backward(grads, out, cos, sin, heads, codes, factor, reach=bound)
-    assert torch.equal(out, exact) and untouched(wide, codes)
-    torch.testing.assert_close(scale, wanted, rtol=1e-6, atol=0)
-    neighbours(codes, want)
+    assert torch.equal(out, exact)
+    coded(out, codes, scale, wide, factor, bound)

@@ -15,10 +15,11 @@ from graftune.model.frozen.weight_format import Option
 from graftune.settings.config import LoraConfig
 from graftune.step.step import Step
 from graftune.weights.placement import Placement
-from tests.kernels.harness import batch
-from tests.kernels.test_fp8_kernel import NAN, adapters, close, low_of, members_of, rows_of, same
-from tests.kernels.test_fp8_kernel import honest_rounding as _honest_rounding  # noqa: F401  (a fixture of every test)
+from tests.kernels.harness import NAN, batch, close
+from tests.kernels.test_fp8_kernel import adapters, low_of, members_of, rows_of, same
 from tests.support import oracle
+
+pytestmark = pytest.mark.usefixtures("honest_rounding")
 
 
 def weight_of(out: int, into: int, columns, rank: int, *, size: float, device: str, both: bool = False, kind=Fp8):

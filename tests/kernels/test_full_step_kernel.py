@@ -7,12 +7,6 @@ import pytest
 import torch
 
 from graftune.kernels import lora_linear
-from graftune.model.lora import build_arena
-from graftune.runtime import resolve
-from graftune.settings.config import LoraConfig
-from graftune.weights.base import open_base
-from graftune.weights.load import build_decoder
-from graftune.weights.placement import Placement
 from tests.kernels.harness import batch, same_steps, stepped, through_kernels
 from tests.support import oracle
 
@@ -30,22 +24,14 @@ def test_products_add_up_in_fp32(dtype, device):
     assert (total - want).abs().max() < (1e-2 if dtype == torch.float32 or device == "cuda" else 0.1)
 
 
-def whole(path, device: str) -> oracle.Ours:
-    base, runtime = open_base(str(path)), resolve(device, "fp32")
-    arena = build_arena(base.spec, LoraConfig(), runtime.device, runtime.compute, full=True)
-    decoder = build_decoder(base, arena, LoraConfig(), runtime, Placement("fp32", "test"))
-    arena.publish()
-    return oracle.Ours(base, decoder, arena, LoraConfig())
-
-
 # A step through the interpreter takes 20 s: one there, all on a GPU.
 EVERY = [("qwen3", "full"), ("llama", "none"), ("qwen2", "selective"), ("mistral-window", "none")]
 
 
 @pytest.mark.parametrize(("variant", "recompute"), EVERY if torch.cuda.is_available() else EVERY[:1])
 def test_a_step_equals_the_references(variant, recompute, shallow_folder, device, monkeypatch):
-    cpu = whole(shallow_folder(variant), "cpu")
+    cpu = oracle.whole(shallow_folder(variant), "cpu")
     want = stepped(cpu, "cpu", "cpu", batch(), 0.0, recompute)
     through_kernels(monkeypatch)
-    got = stepped(whole(shallow_folder(variant), device), device, "triton", batch(padded=True), 0.0, recompute)
+    got = stepped(oracle.whole(shallow_folder(variant), device), device, "triton", batch(padded=True), 0.0, recompute)
     same_steps(cpu.arena, got, want, tolerance=2e-4)

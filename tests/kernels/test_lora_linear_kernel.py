@@ -11,11 +11,13 @@ import torch
 
 from graftune.kernels import launch, lora_linear, rms_norm
 from graftune.kernels.lora_linear import Copy, LowRank, reference
+from tests.kernels.harness import NAN, close
+
+pytestmark = pytest.mark.usefixtures("poison")
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}  # one rounding of the result
 DTYPES = list(TOLERANCE)
 SUMMED = 2e-5  # what is summed over tokens stays fp32, whatever the dtype
-NAN = float("nan")
 SCALE = 0.7
 # Columns of the members in a product of 130: blocks of 64 or 128 columns, whole, one more, one less.
 GROUPS = {
@@ -40,25 +42,6 @@ RANKS = [
     ("lone", 64),
     ("four", 7),
 ]
-
-
-def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
-    got, want = got.float(), want.float()
-    assert got.shape == want.shape and got.isfinite().all()
-    off = (got - want).norm() / (want.norm() + 1e-6)
-    assert off <= tolerance, (off, (got - want).abs().max(), want.abs().max())
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """What the kernels allocate for themselves is full of NaN until they write it."""
-    make = torch.empty
-
-    def poisoned(*a, **k):
-        made = make(*a, **k)
-        return made.fill_(NAN) if made.is_floating_point() else made
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 @pytest.fixture
@@ -370,9 +353,10 @@ def test_add_product(device, dtype):
     close(total - 2, 0.5 * a.float() @ b.float(), SUMMED if device == "cuda" else 2 * TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_spread(kernels_on, device, dtype):
+@pytest.mark.parametrize(("dtype", "fused"), [*((dtype, True) for dtype in DTYPES), (DTYPES[0], False)])
+def test_spread(device, dtype, fused, monkeypatch):
     """A below two weights and s B beside them, from odd places of one arena; the table outlives a change of values."""
+    monkeypatch.setattr(launch, "fused", lambda x: fused)
     arena = torch.empty(9000, dtype=dtype, device=device)
     buffers = [torch.full((75, 139), NAN, dtype=dtype, device=device) for _ in range(2)]
     places = [  # in the arena, rows, width, which buffer, row and column there, scale
@@ -403,52 +387,6 @@ def test_spread(kernels_on, device, dtype):
             else:
                 assert same(got, right)
     lora_linear.spread([], {})
-
-
-@pytest.mark.parametrize("group", ["q and v", "gate", "qkv", "four"])
-def test_adapters_beside_the_weight_give_the_whole_product(kernels_on, device, group, monkeypatch):
-    """y = [x | h] [W | sB]' and dX = [dY | g] [W ; A], against the references' plain way."""
-    tokens, into, rank, columns = 11, 30, 3, GROUPS[group]
-    thin = rank * len(columns)
-    padding = -(-thin // 8) * 8
-    torch.manual_seed(6)
-    arena = torch.randn((into + OUT) * thin).to(device)
-    down = arena[: thin * into].view(thin, into)
-    up = arena[thin * into :][: sum(stop - start for start, stop in columns) * rank].view(-1, rank)
-    storage = torch.zeros(OUT + padding, into + padding, device=device)
-    storage[:OUT, :into] = torch.randn(OUT, into)
-    weight = storage[:OUT, :into].clone()
-    copies, row = [Copy(down, storage[OUT : OUT + thin, :into], 1.0)], 0
-    for i, (start, stop) in enumerate(columns):
-        target = storage[start:stop, into + i * rank : into + (i + 1) * rank]
-        copies.append(Copy(up[row : row + stop - start], target, SCALE))
-        row += stop - start
-    lora_linear.spread(copies, {})
-
-    x, grad = (beside(torch.randn(tokens, n), torch.float32, device, padding)[:tokens] for n in (into, OUT))
-    plain, grad_y = x[:, :into].clone(), grad[:, :OUT].clone()
-    h = lora_linear.down(x[:, :into], down, x[:, into:])
-    y = x @ storage[:OUT].t()
-    low = LowRank(h, up, columns, SCALE)
-    g = lora_linear.up_backward(grad[:, :OUT], low, grad[:, OUT:])
-    grad_x = grad @ storage[:, :into]
-    grad_up, grad_down = torch.zeros_like(up), torch.zeros_like(down)
-    lora_linear.up_grad(grad_y, low, grad_up)
-    lora_linear.down_backward(g, plain, grad_down)
-
-    monkeypatch.setattr(launch, "fused", lambda x: False)
-    leaves = [t.clone().requires_grad_() for t in (plain, down, up)]
-    want, low_h = leaves[0] @ weight.t(), leaves[0] @ leaves[1].t()
-    parts = []
-    for at, rows, ranks in low.members():
-        parts.append(torch.nn.functional.pad(low_h[:, ranks] @ leaves[2][rows].t(), (at.start, OUT - at.stop)))
-    want = want + SCALE * sum(parts)
-    want.backward(grad_y)
-    close(y, want.detach(), SUMMED)
-    for got, leaf in zip((grad_x, grad_down, grad_up), leaves, strict=True):
-        close(got, leaf.grad, SUMMED)
-    added = lora_linear.add_(plain @ weight.t(), low)
-    close(added, want.detach(), SUMMED)
 
 
 def test_what_32_bits_do_not_count_is_refused():

@@ -219,19 +219,6 @@ def test_lora_group(normed, diagonal, dtype):
     close(grad_up - 1, leaves[2].grad, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_spread(dtype):
-    """A below the weight as it is, s B beside it; the weight and the rest of the buffer stay what they are."""
-    arena, storage = torch.randn(50).to(dtype), torch.full((9, 8), float("nan"), dtype=dtype)
-    storage[:6, :5] = 1.0
-    down, up = arena[3:13].view(2, 5), arena[13:25].view(6, 2)
-    lora_linear.spread([lora_linear.Copy(down, storage[6:8, :5], 1.0), lora_linear.Copy(up, storage[:6, 5:7], 0.3)], {})
-    assert torch.equal(storage[6:8, :5], down) and (storage[:6, :5] == 1).all()
-    close(storage[:6, 5:7], 0.3 * up.float(), dtype)
-    assert storage[:, 7].isnan().all() and storage[8].isnan().all() and storage[6:, 5:].isnan().all()
-    lora_linear.spread([], {})
-
-
 class Table:
     def __init__(self, weight: torch.Tensor):
         self.weight, self.out_features = weight, len(weight)

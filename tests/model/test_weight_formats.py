@@ -13,6 +13,7 @@ from graftune.kernels import launch
 from graftune.model.frozen import Dense, RowSource, Unpacked
 from graftune.model.frozen.formats import FORMATS, stored_format
 from graftune.model.frozen.interface import CheckpointWeight
+from graftune.model.frozen.tensor_rows import TensorRows
 from graftune.model.frozen.weight_format import WeightFormat
 from graftune.runtime import resolve
 from graftune.settings.config import BaseConfig, LoraConfig
@@ -93,7 +94,7 @@ def toy_base(folder: typing.Any, where: str) -> Base:
     for name, source in tensors.items():
         if where in name:
             codes = (source.values().float() * 80).round().clamp(-127, 127)
-            tensors[name] = ToyTensor(name, {"codes": quantised.Values(codes)}, tuple(source.shape), "toy")
+            tensors[name] = ToyTensor(name, {"codes": TensorRows(codes)}, tuple(source.shape), "toy")
     return dataclasses.replace(base, tensors=tensors)
 
 

@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from graftune import api
 from graftune.batch import Example
 from graftune.data.pack import pack
 from graftune.errors import GraftuneError
-from graftune.model.lora import build_arena
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
 from graftune.runtime import resolve
@@ -29,10 +29,9 @@ from graftune.settings.config import Config, LoraConfig
 from graftune.step.step import Step
 from graftune.weights import checkpoint, names
 from graftune.weights.base import open_base
-from graftune.weights.load import build_decoder
 from graftune.weights.model import hf_config, save_model
-from graftune.weights.placement import Placement
 from tests.support import oracle, specs, tiny
+from tests.support.pairwise import pairwise
 from tests.weights import tiny_gguf
 
 Folder = Callable[[str], Path]
@@ -63,15 +62,6 @@ def examples(*lengths: int, seed: int = 5) -> list[Example]:
     return [Example(d, [i >= len(d) // 3 and (i * 7 + len(d)) % 5 != 0 for i in range(len(d))]) for d in documents]
 
 
-def whole(path: Path, **how: Any) -> oracle.Ours:
-    """Every weight of a base in the arena, in fp32."""
-    base, runtime = open_base(str(path)), resolve("cpu", "fp32")
-    arena = build_arena(base.spec, LoraConfig(), runtime.device, runtime.compute, full=True)
-    decoder = build_decoder(base, arena, LoraConfig(), runtime, Placement("fp32", "test"))
-    arena.publish()
-    return oracle.Ours(base, decoder, arena, LoraConfig())
-
-
 def named(model: Any) -> dict[str, torch.nn.Parameter]:
     """Their parameters by our names; a tied table is listed once."""
     return {names.from_hf(n): p for n, p in model.named_parameters()}
@@ -92,7 +82,7 @@ def take(step: Step, micro_batches: list[list[Example]], **hyper: float) -> list
 @pytest.mark.parametrize("variant", PER_BLOCK)
 def test_every_gradient_is_autograds(variant: str, tiny_folder: Folder) -> None:
     batch = examples(20, 1, 33, 5)
-    ours = whole(tiny_folder(variant))
+    ours = oracle.whole(tiny_folder(variant))
     loss, got = ours.gradients(batch)
     model = tiny.hf_model(variant)
     total = oracle.loss_sum(model, [e for e in batch if len(e.tokens) > 1])
@@ -110,23 +100,10 @@ def test_every_gradient_is_autograds(variant: str, tiny_folder: Folder) -> None:
         assert torch.equal(start, parameter.detach() + shift), name
 
 
-@pytest.mark.parametrize("variant", ["llama", "qwen2"])
-def test_micro_batches_add_up_to_one_batch(variant: str, tiny_folder: Folder) -> None:
-    data = examples(24, 9, 31, 12)
-    ours = whole(tiny_folder(variant))
-    _, want = ours.gradients(data)
-    ours.arena.grads.zero_()
-    step = Step(ours.decoder, ours.arena)
-    for group in ([data[0]], data[1:3], [data[3]]):
-        step.micro_step(pack(group))
-    for name, grad in want.items():
-        assert relative(ours.arena.view(name, ours.arena.grads), grad) < 1e-5, name
-
-
 @pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3", "gemma3-short", "granite", "olmo2"])
 def test_five_steps_are_torchs_adamw(variant: str, tiny_folder: Folder) -> None:
     """Both sides make their own gradients, through weights that move. Norms and biases do not decay."""
-    ours, model = whole(tiny_folder(variant)), tiny.hf_model(variant)
+    ours, model = oracle.whole(tiny_folder(variant)), tiny.hf_model(variant)
     before, theirs = ours.arena.weights.clone(), named(model)
     decayed = [p for p in theirs.values() if p.dim() > 1]
     kept = [p for p in theirs.values() if p.dim() == 1]
@@ -152,14 +129,14 @@ def test_five_steps_are_torchs_adamw(variant: str, tiny_folder: Folder) -> None:
         assert relative(ours.arena.view(name, ours.arena.weights), parameter.detach() + shift) < 1e-5, name
 
 
-@pytest.mark.parametrize("policy", ["selective", "full"])
-@pytest.mark.parametrize("method", ["lora", "full"])
-@pytest.mark.parametrize(
-    "variant", ["qwen2", "qwen3", "gemma3", "gemma2", "phi3-long", "granite", "smollm3", "olmo3", "lfm2"]
+@pairwise(
+    ("variant", ["qwen2", "qwen3", "gemma3", "gemma2", "phi3-long", "granite", "smollm3", "olmo3", "lfm2"]),
+    ("method", ["lora", "full"]),
+    ("policy", ["selective", "full"]),
 )
 def test_recomputing_changes_no_bit(variant: str, method: str, policy: str, tiny_folder: Folder) -> None:
     path, batch = tiny_folder(variant), pack(examples(20, 33, 5))
-    ours = whole(path) if method == "full" else oracle.ours(path, LoraConfig(rank=4, train_norms=True))
+    ours = oracle.whole(path) if method == "full" else oracle.ours(path, LoraConfig(rank=4, train_norms=True))
     found = []
     for recompute in ("none", policy):
         ours.arena.grads.zero_()
@@ -175,7 +152,7 @@ def test_bf16_weight_gradients_are_close(tiny_folder: Folder) -> None:
     config = Config.of({"base": str(tiny_folder("qwen3")), "method": "full", "device": "cpu"})
     batch, found = pack(examples(40, 30)), []
     for compute in ("fp32", "bf16"):
-        with pytest.warns() if compute == "bf16" and resolve("cpu").compute_name != "bf16" else _nothing():
+        with pytest.warns() if compute == "bf16" and resolve("cpu").compute_name != "bf16" else nullcontext():
             engine = open_session(config.replace(compute_dtype=compute))
         step = Step(engine.parts.decoder, engine.parts.arena)
         step.micro_step(batch)
@@ -191,12 +168,6 @@ def test_bf16_weight_gradients_are_close(tiny_folder: Folder) -> None:
         assert torch.nn.functional.cosine_similarity(grad.flatten(), want[name].flatten(), 0) > 0.99, name
 
 
-def _nothing() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext()
-
-
 # What is saved
 
 
@@ -210,7 +181,7 @@ def transformers_logits(folder: Path, documents: list[list[int]]) -> torch.Tenso
 
 @pytest.mark.parametrize("variant", ["llama", "llama-untied", "llama-yarn", "qwen2", "qwen3", "mistral-window", "lfm2"])
 def test_transformers_loads_what_is_saved(variant: str, tiny_folder: Folder, tmp_path: Path) -> None:
-    ours = whole(tiny_folder(variant))
+    ours = oracle.whole(tiny_folder(variant))
     take(Step(ours.decoder, ours.arena), [examples(30, 20)], lr=1e-2)
     documents = [e.tokens for e in examples(37, 11)]
     config = hf_config(ours.base)
@@ -234,7 +205,7 @@ def test_transformers_loads_what_is_saved(variant: str, tiny_folder: Folder, tmp
     "variant", ["llama", "llama-llama3", "llama-linear", "llama-yarn", "mistral", "qwen2", "qwen3"]
 )
 def test_a_gguf_trains_and_goes_out_as_a_folder(variant: str, tmp_path: Path) -> None:
-    ours = whole(tiny_gguf.write(tmp_path / "tiny.gguf", variant))
+    ours = oracle.whole(tiny_gguf.write(tmp_path / "tiny.gguf", variant))
     _, grads = ours.gradients(examples(20, 33))
     model = tiny.hf_model(variant)
     oracle.loss_sum(model, examples(20, 33)).backward()

@@ -11,11 +11,12 @@ from typing import cast
 import torch
 
 from graftune.model.families import from_config
+from graftune.model.frozen.tensor_rows import TensorRows
 from graftune.model.spec import ModelSpec
 from graftune.tokenizer import Tokenizer
 from graftune.weights.base import Base
 from graftune.weights.synthetic import random_base
-from tests.support import quantised, specs, tiny
+from tests.support import specs, tiny
 
 DIFFERENT = ("gemma2", "gemma3", "phi3", "phi3-long", "granite", "smollm3", "olmo2", "lfm2", "olmo3")
 
@@ -45,5 +46,5 @@ def base_of(shape: ModelSpec) -> Base:
         else:
             wide = 0.5 if "embed" in name else 0.6 / source.shape[-1] ** 0.5
             value = torch.randn(source.shape, generator=drawn).mul_(wide)
-        tensors[name] = quantised.Values(value)
+        tensors[name] = TensorRows(value)
     return Base(shape.family, Path(shape.family), "safetensors", shape, cast(Tokenizer, None), tensors)

@@ -71,6 +71,15 @@ def ours(
     return found
 
 
+def whole(path: Path, device: str = "cpu") -> Ours:
+    """Every weight of a base in the arena, in fp32."""
+    base, runtime = open_base(str(path)), resolve(device, "fp32")
+    arena = build_arena(base.spec, LoraConfig(), runtime.device, runtime.compute, full=True)
+    decoder = build_decoder(base, arena, LoraConfig(), runtime, Placement("fp32", "test"))
+    arena.publish()
+    return Ours(base, decoder, arena, LoraConfig())
+
+
 def place(
     base: Base,
     lora: LoraConfig,

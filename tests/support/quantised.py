@@ -15,6 +15,7 @@ from graftune.kernels import nf4
 from graftune.kernels.gguf_dequant import KINDS, reference, row_bytes
 from graftune.model.bundles import Home
 from graftune.model.decoder import Decoder
+from graftune.model.frozen.tensor_rows import TensorRows
 from graftune.model.lora import build_arena, initialise, norm_names, weight_name
 from graftune.model.spec import ModelSpec
 from graftune.runtime import DTYPES, resolve
@@ -32,31 +33,6 @@ def spec(width: int = 64, *, layers: int = 2, tied: bool = False, **more: Any) -
         "vocab": 600, "norm_eps": 1e-5, "rope_theta": 10000.0, "max_positions": 256,
     }  # fmt: skip
     return specs.made(layers=layers, width=width, tied=tied, **values | more)
-
-
-@dataclass(frozen=True)
-class Values:
-    """A tensor as a row source."""
-
-    tensor: torch.Tensor
-    dtype_name: str = "F32"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.nbytes
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        return self.tensor[start:stop]
-
-    def gather(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.tensor[ids.cpu()]
-
-    def values(self) -> torch.Tensor:
-        return self.tensor
 
 
 @dataclass(frozen=True)
@@ -123,13 +99,13 @@ def gguf_base(kind: str, shape: ModelSpec, table: str = "Q8_0", mixed: str = "")
             of = mixed if mixed and projection == "v_proj" else kind
             put(weight_name(shape, layer, projection), *sizes, of, std)
     for _, name, width in norm_names(shape):
-        tensors[name] = Values(torch.rand(width, generator=torch.Generator().manual_seed(len(name))) + 0.5)
+        tensors[name] = TensorRows(torch.rand(width, generator=torch.Generator().manual_seed(len(name))) + 0.5)
     return Base("blocks", Path("blocks"), "gguf", shape, cast(Tokenizer, None), tensors)
 
 
 def dequantised(base: Base) -> Base:
     """The same values in fp32."""
-    tensors = {name: Values(source.values().float()) for name, source in base.tensors.items()}
+    tensors = {name: TensorRows(source.values().float()) for name, source in base.tensors.items()}
     return dataclasses.replace(base, kind="safetensors", tensors=tensors)
 
 
@@ -138,7 +114,7 @@ def through_nf4(base: Base) -> Base:
     tensors = dict(base.tensors)
     for name in tensors:
         if "_proj." in name and name.endswith(".weight"):
-            tensors[name] = Values(nf4.dequantise(nf4.quantise(tensors[name].values()), torch.float32))
+            tensors[name] = TensorRows(nf4.dequantise(nf4.quantise(tensors[name].values()), torch.float32))
     return dataclasses.replace(base, tensors=tensors)
 
 

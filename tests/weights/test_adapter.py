@@ -15,28 +15,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import graftune
 from graftune.api import Session
 from graftune.errors import GraftuneError
 from graftune.model.decoder import PackedDocuments
 from graftune.weights.adapter import CONFIG, TENSORS
 from graftune.weights.uniform_rank import with_uniform_rank
+from tests.exporting.judges import opened, shaken
 from tests.support import tiny
 
 DOCUMENT = [5, 90, 3, 200, 131, 7, 7, 64, 250, 17, 99, 2, 41]
 NEW = ("<call>", "<result>")
-
-
-def opened(base: Path | str = "", adapter: Path | str = "", **settings: Any) -> Session:
-    return graftune.open(str(base), adapter=str(adapter), device="cpu", compute_dtype="fp32", **settings)
-
-
-def shaken(run: Session, seed: int = 3) -> Session:
-    """Every trainable value moved off where it started, as training would."""
-    arena = run.parts.arena
-    arena.weights.add_(torch.randn(len(arena.weights), generator=torch.Generator().manual_seed(seed)), alpha=0.1)
-    arena.publish()
-    return run
 
 
 def logits(run: Session, tokens: list[int], adapted: bool = True) -> torch.Tensor:

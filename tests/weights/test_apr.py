@@ -4,9 +4,7 @@ adapter that computes what it did before."""
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
-import os
 import struct
 import zlib
 from pathlib import Path
@@ -18,15 +16,15 @@ import torch
 import graftune
 from graftune.cli import main
 from graftune.errors import GraftuneError
-from graftune.io import files
 from graftune.observe.memory import peak_resident_bytes
 from graftune.weights import apr_io
 from graftune.weights.adapter import load_adapter
 from graftune.weights.apr import load_apr, save_apr
 from graftune.weights.apr_io import AprFile, AprTensor
 from graftune.weights.gguf_quant import quantise
+from tests.exporting.judges import opened, shaken
 from tests.support.counting import Calls
-from tests.weights.test_adapter import DOCUMENT, NEW, logits, opened, shaken
+from tests.weights.test_adapter import DOCUMENT, NEW, logits
 
 CODES = {torch.float32: 0, torch.float16: 1, torch.float64: 3, torch.int32: 4, torch.int64: 5, torch.int8: 6,
          torch.uint8: 7, torch.bfloat16: 30}  # fmt: skip
@@ -180,19 +178,6 @@ def test_lies_under_right_checksums(lie: str, tmp_path: Path) -> None:
     with Calls(most=20_000):
         assert said in refused(tmp_path / "x.apr", data)
     assert peak_resident_bytes() - before < 64 << 20
-
-
-def test_a_full_disk_leaves_what_was_there(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "x.apr"
-    path.write_bytes(small.read_bytes())
-
-    def full(_: Path) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(files, "flush", full)
-    with pytest.raises(OSError):
-        apr_io.write(path, AprFile({"new": 1}, {}))
-    assert os.listdir(tmp_path) == ["x.apr"] and path.read_bytes() == small.read_bytes()
 
 
 # As an adapter

@@ -19,11 +19,11 @@ from graftune.kernels.gguf_dequant.reference import PLAIN, SCALES
 from graftune.model.frozen import Scratch, Table, Unpacked, mapped
 from graftune.model.frozen.formats.floats import FloatRows
 from graftune.model.frozen.formats.gguf import GgufRows
+from graftune.model.frozen.tensor_rows import TensorRows
 from graftune.settings.config import LoraConfig
 from graftune.weights import finite
 from graftune.weights.base import open_base
 from tests.support import oracle, quantised
-from tests.support.quantised import Values
 
 LORA = LoraConfig(rank=2, alpha=4.0)
 
@@ -107,7 +107,7 @@ def test_numbers_beyond_a_dtype_are_no_fault_of_the_file(tiny_folder, tmp_path: 
     oracle.place(open_base(str(wide)), LORA, "fp32")
     with pytest.raises(GraftuneError, match=f"tensor {name} holds numbers beyond the range of float16; set base_dtype"):
         oracle.place(open_base(str(wide)), LORA, "fp16")
-    huge = Values(torch.full((2, 8), 3e38))  # whose sum overflows
+    huge = TensorRows(torch.full((2, 8), 3e38))  # whose sum overflows
     assert finite.is_finite(huge.tensor) and not finite.is_finite(huge.tensor * 2)
 
 
