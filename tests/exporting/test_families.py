@@ -18,7 +18,7 @@ from graftune.infer.sample import Sampling
 from graftune.weights.model import hf_config, save_model
 from tests.exporting import models
 from tests.exporting.judges import LlamaCpp, gap, opened, ours
-from tests.parity.test_full import examples, named, relative, transformers_logits, whole
+from tests.parity.test_full import examples, named, relative, transformers_logits
 from tests.support import oracle, tiny
 from tests.support.generate import generate
 
@@ -77,7 +77,7 @@ def test_long_rope_is_llama_cpps(tmp_path: Path) -> None:
 
 def test_a_gguf_trains_and_goes_out_as_a_folder(both: tuple[str, Path, Path], tmp_path: Path) -> None:
     _, folder, gguf = both
-    side = whole(gguf)
+    side = oracle.whole(gguf)
     loss, grads = side.gradients(examples(20, 33))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     total = oracle.loss_sum(model, examples(20, 33))
