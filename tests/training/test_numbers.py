@@ -18,7 +18,7 @@ from graftune.observe.console import Console
 from graftune.observe.events import read_events, steps
 from graftune.session import parts
 from graftune.settings.config import Config, LoraConfig
-from graftune.step.not_finite import NotFinite, _Looking, first_not_finite
+from graftune.step.not_finite import NotFinite, _CheckingTape, first_not_finite
 from graftune.step.pipeline import Figures, HostLoop
 from graftune.step.step import Step
 from graftune.training import guard
@@ -169,9 +169,9 @@ def test_a_row_of_the_last_layer_is_its_own_documents() -> None:
     for number, token in enumerate(batch.rows.tolist()):
         stream = torch.zeros(len(batch.rows), 2)
         stream[number, 1] = math.nan
-        looking = _Looking(batch, None)  # type: ignore[arg-type]
-        looking.at(stream, "it", batch.rows)
-        assert looking.found == [NotFinite("the output of it", [max(d for d, at in enumerate(starts) if at <= token)])]
+        tape = _CheckingTape(batch, None)  # type: ignore[arg-type]
+        tape.check(stream, "it", batch.rows)
+        assert tape.found == [NotFinite("the output of it", [max(d for d, at in enumerate(starts) if at <= token)])]
 
 
 def test_the_place_before_the_first_skipped_step_is_one_that_a_resume_takes() -> None:
