@@ -21,6 +21,7 @@ from benchmarks.cases import SCALES
 from graftune.batch import Example
 from graftune.data.loader import Loader
 from graftune.kernels.gguf_dequant import KINDS, row_bytes
+from graftune.model.frozen.tensor_rows import TensorRows
 from graftune.model.lora import build_arena, initialise, norm_names
 from graftune.model.spec import ModelSpec
 from graftune.runtime import resolve
@@ -33,7 +34,7 @@ from graftune.weights.base import Base
 from graftune.weights.load import build_decoder
 from graftune.weights.placement import Placement
 from tests.support import specs
-from tests.support.quantised import Blocks, Values
+from tests.support.quantised import Blocks
 
 FOLDER = Path(__file__).parents[1] / "stored_losses"
 STEPS, SEED, VOCAB = 100, 42, 96
@@ -77,9 +78,9 @@ def base_of(shape: ModelSpec, kind: str = "") -> Base:
         if kind:
             tensors[name] = blocks(draw, kind, size[0], size[1])
         else:
-            tensors[name] = Values(numbers(draw, size, 0.5 if "embed" in name else 1 / size[-1] ** 0.5))
+            tensors[name] = TensorRows(numbers(draw, size, 0.5 if "embed" in name else 1 / size[-1] ** 0.5))
     for _, name, width in norm_names(shape):
-        tensors[name] = Values(1 + numbers(draw, (width,), 0.25))
+        tensors[name] = TensorRows(1 + numbers(draw, (width,), 0.25))
     made_as = "gguf" if kind else "safetensors"
     return Base("stored", Path("stored"), made_as, shape, cast(Tokenizer, None), tensors)
 
