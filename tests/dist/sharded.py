@@ -22,7 +22,7 @@ from graftune.dist.shard import shards_of
 from graftune.dist.world import join
 from graftune.infer.sample import Sampling
 from graftune.losses import Anchored
-from graftune.model.bundles import Home
+from graftune.model.bundles import BundleStorage
 from graftune.model.lora import build_arena, initialise
 from graftune.ranks import from_environment
 from graftune.runtime import resolve
@@ -105,11 +105,11 @@ def counting() -> Iterator[dict[str, int]]:
         yield count
 
 
-def made(folder: Path, case: str, home: Home | None) -> oracle.Ours:
+def made(folder: Path, case: str, storage: BundleStorage | None) -> oracle.Ours:
     model, base_dtype = CASES[case]
     base, runtime = open_base(str(folder / model)), resolve("cpu", "fp32")
     arena = build_arena(base.spec, LORA, runtime.device, runtime.compute)
-    decoder = build_decoder(base, arena, LORA, runtime, Placement(base_dtype, "test"), home)
+    decoder = build_decoder(base, arena, LORA, runtime, Placement(base_dtype, "test"), storage)
     initialise(arena, dataclasses.replace(LORA, init="gaussian"), seed=7)
     drawn = torch.Generator().manual_seed(8)
     for name in arena.slots:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from graftune.batch import Example
-from graftune.model.bundles import Bundles, Home, HostMemory
+from graftune.model.bundles import Bundles, BundleStorage, HostMemory
 from graftune.settings.config import LoraConfig
 from graftune.step.evaluate import evaluate
 from tests.gpu.test_quantised import base_of, trained
@@ -33,24 +33,26 @@ def gathered():
     world.leave()
 
 
-def made(kind: str, table: str, layers: int, home: Home | None) -> quantised.oracle.Ours:
+def made(kind: str, table: str, layers: int, storage: BundleStorage | None) -> quantised.oracle.Ours:
     """bf16 and fp8: of the same values as the nf4 case has."""
     base, base_dtype = base_of("nf4" if kind in ("bf16", "fp8") else kind, table, layers)
     return quantised.placed(
-        base, LORA, kind if kind in ("bf16", "fp8") else base_dtype, "cuda", torch.bfloat16, home=home
+        base, LORA, kind if kind in ("bf16", "fp8") else base_dtype, "cuda", torch.bfloat16, storage=storage
     )
 
 
-def steps(kind: str, table: str, layers: int, home: Home | None, graph: bool = True, recompute: str = "none"):
+def steps(
+    kind: str, table: str, layers: int, storage: BundleStorage | None, graph: bool = True, recompute: str = "none"
+):
     """Figures and weights of six captured steps; `trained` lets no step after the first wait for the device."""
     torch.use_deterministic_algorithms(True)
     try:
-        ours = made(kind, table, layers, home)
+        ours = made(kind, table, layers, storage)
         figures, weights, loop = trained(ours, 6, graph=graph, deterministic=True, recompute=recompute)
     finally:
         torch.use_deterministic_algorithms(False)
     assert loop.captures == (1 if graph else 0)
-    assert isinstance(ours.decoder.bundles, Bundles) is (home is not None)
+    assert isinstance(ours.decoder.bundles, Bundles) is (storage is not None)
     return figures, weights
 
 
@@ -67,14 +69,14 @@ def test_captured_from_host_memory_is_resident_bit_for_bit(kind, table, layers):
 
 @pytest.mark.parametrize("recompute", ["selective", "full", "offload"])
 def test_recomputing_reads_a_block_within_its_visit(recompute):
-    want, got = (steps("nf4", "", 5, home, recompute=recompute) for home in (None, HostMemory(CUDA)))
+    want, got = (steps("nf4", "", 5, storage, recompute=recompute) for storage in (None, HostMemory(CUDA)))
     assert got[0] == want[0] and torch.equal(got[1], want[1])
 
 
 @pytest.mark.parametrize("on_host", [False, True], ids=["device", "host"])
 @pytest.mark.parametrize(("kind", "table"), KINDS[:3])
 def test_gathered_by_nccl_inside_the_graph_is_resident_bit_for_bit(kind, table, on_host, gathered):
-    want, got = (steps(kind, table, 5, home) for home in (None, gathered(on_host)))
+    want, got = (steps(kind, table, 5, storage) for storage in (None, gathered(on_host)))
     assert got[0] == want[0] and torch.equal(got[1], want[1])
 
 
@@ -82,8 +84,8 @@ def test_an_evaluation_between_replays_leaves_them_what_they_need():
     """Forward passes end with other blocks in the buffers than a replay begins with."""
     examples = [Example([5, 6, 7, 8, 9, 10], [False, False, True, True, True, True])]
     found = []
-    for home in (None, HostMemory(CUDA)):
-        ours, seen = made("nf4", "", 5, home), []
+    for storage in (None, HostMemory(CUDA)):
+        ours, seen = made("nf4", "", 5, storage), []
         for _ in range(2):
             figures, _, _ = trained(ours, 3, graph=True)
             seen += [figures, evaluate(ours.decoder, examples, capacity=64, backend="flash").loss]

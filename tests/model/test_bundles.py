@@ -26,7 +26,9 @@ LORA = LoraConfig(rank=4, alpha=8.0)
 
 def pair(base: Base, lora: LoraConfig, base_dtype: str) -> tuple[oracle.Ours, oracle.Ours]:
     """Resident, and fetched from host memory into buffers that hold NaN at first."""
-    resident, fetched = (quantised.placed(base, lora, base_dtype, home=home) for home in (None, HostMemory(CPU)))
+    resident, fetched = (
+        quantised.placed(base, lora, base_dtype, storage=storage) for storage in (None, HostMemory(CPU))
+    )
     for buffer in bundles_of(fetched).buffers.values():
         buffer.flat.fill_(0xFF)
     return resident, fetched
@@ -88,9 +90,9 @@ def test_each_block_is_fetched_while_the_one_before_it_computes(tiny_folder):
     bundles, log = bundles_of(fetched), []
     step = Step(fetched.decoder, fetched.arena)
     step.micro_step(oracle.pack(EXAMPLES))
-    home, enter = bundles.home.fetch, bundles.enter
+    storage, enter = bundles.storage.fetch, bundles.enter
     names = {id(kept): key for key, bundle in bundles.bundles.items() for kept in bundle.kept}
-    bundles.home.fetch = lambda kept, into: (log.append(f"fetch {names[id(kept)]}"), home(kept, into))
+    bundles.storage.fetch = lambda kept, into: (log.append(f"fetch {names[id(kept)]}"), storage(kept, into))
     bundles.enter = lambda key: (log.append(f"enter {key}"), enter(key))
     step.micro_step(oracle.pack(EXAMPLES))
     forward = ["enter 0", "fetch 2", "enter 1", "fetch 3", "enter 2", "fetch 4", "enter 3", "enter 4"]

@@ -466,10 +466,10 @@ def test_no_amounts_of_memory(text: str) -> None:
 
 
 def test_cudnn_asks_for_what_the_formula_says() -> None:
-    from graftune.kernels.attention.cudnn_frontend import AttentionShape
+    from graftune.kernels.attention.cudnn_frontend import CudnnShape
 
     strides = (1, 1, 1, 1)
-    plain = AttentionShape(torch.bfloat16, 8, 8, 64, 4, 128, 256, 1.0, strides, strides)
-    grouped = AttentionShape(torch.bfloat16, 8, 2, 64, 4, 128, 256, 1.0, strides, strides)
+    plain = CudnnShape(torch.bfloat16, 8, 8, 64, 4, 128, 256, 1.0, strides, strides)
+    grouped = CudnnShape(torch.bfloat16, 8, 2, 64, 4, 128, 256, 1.0, strides, strides)
     assert libraries.workspace_bytes(plain) == 256 * 8 * (64 + 1) * 4
     assert libraries.workspace_bytes(grouped) == 256 * 8 * (3 * 64 + 1) * 4

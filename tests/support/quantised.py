@@ -13,7 +13,7 @@ from benchmarks.cases import SCALES
 
 from graftune.kernels import nf4
 from graftune.kernels.gguf_dequant import KINDS, reference, row_bytes
-from graftune.model.bundles import Home
+from graftune.model.bundles import BundleStorage
 from graftune.model.decoder import Decoder
 from graftune.model.frozen.tensor_rows import TensorRows
 from graftune.model.lora import build_arena, initialise, norm_names, weight_name
@@ -126,13 +126,13 @@ def placed(
     compute: torch.dtype = torch.float32,
     *,
     std_b: float = 0.02,
-    home: Home | None = None,
+    storage: BundleStorage | None = None,
 ) -> oracle.Ours:
     """A decoder of the base with adapters that are not zero, the same on every device."""
     name = next(name for name, dtype in DTYPES.items() if dtype == compute)
     runtime = resolve(device, name)
     arena = build_arena(base.spec, lora, runtime.device, runtime.compute)
-    decoder = build_decoder(base, arena, lora, runtime, Placement(base_dtype, "test"), home)
+    decoder = build_decoder(base, arena, lora, runtime, Placement(base_dtype, "test"), storage)
     initialise(arena, dataclasses.replace(lora, init="gaussian"), seed=7)  # wide, so that adapters matter
     drawn = torch.Generator().manual_seed(8)
     for slot in arena.slots:

@@ -10,7 +10,7 @@ from gguf import TokenType
 COMMON = "aelrstvxdmABELMSTVZ 0123457\n\r\t'!/_<>.,:$|()-\u3000\u00a0é中日の한รह½…👩\u200d\u0301\uff11"
 TEXT = (
     "The quick brown fox jumps over the lazy dog and then it rests under the old tree while the sun goes down over "
-    "the hills; nobody knows whether the dog, the fox or the tree remembers what happened there, naïve as they are. "
+    "the hills; no one knows whether the dog, the fox or the tree remembers what happened there, naïve as they are. "
     "한국어 日本語 中文 <s> s> </s"
 )
 

@@ -1,32 +1,21 @@
-"""The value of `data` -> the files to read: a file, a folder, a glob, or a data set on the Hub.
-
-Folders follow the convention of the Hub: files named by a split (train.jsonl, test-00000-of-00002.parquet, valid/x.csv)
-belong to it, and training takes `train`. So one rule serves both, and a folder with a test set beside the training set
-is not trained on its test set.
-"""
+"""The value of `data` -> the files to read: a file, a folder, a glob, or a data set on the Hub."""
 
 from __future__ import annotations
 
 import glob
 import os
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
+from graftune.data import hub
 from graftune.data.row import SourceFile
+from graftune.data.splits import has_words, is_data, listed, of_split
 from graftune.data.streams import FORMATS, format_of
 from graftune.errors import GraftuneError
 from graftune.io.files import open_plain
 from graftune.settings.sources import GLOB, Source
 
 Note = Callable[[str], None]
-SPLITS = {
-    "train": "train", "training": "train", "validation": "validation", "valid": "validation", "val": "validation",
-    "dev": "validation", "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
-}  # fmt: skip
-MOST_NAMED = 20  # of a list in a sentence
-# Files about data sets, not of them.
-_ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "package.json", "config.json"}
 _KNOWN = ", ".join(FORMATS) + " (text formats also as .gz, .zst, .bz2 or .xz)"
 
 
@@ -41,8 +30,6 @@ def files_of(source: Source, note: Note) -> list[SourceFile]:
     elif GLOB & set(source.path) and "://" not in source.path:
         found = _matching(str(path), source.path)
     else:
-        from graftune.data import hub
-
         return [_described(file, source, shown) for file, shown in hub.files_of(source, note)]
     if (source.subset or source.split) and not path.is_dir():
         raise GraftuneError(
@@ -101,7 +88,9 @@ def _in_folder(folder: Path, source: Source, note: Note) -> list[Path]:
             )  # fmt: skip
         raise GraftuneError("is a folder without data files", where=where, fix=f"data files are {_KNOWN}")
     if source.subset:
-        data = [name for name in data if Path(name).parts[0] == source.subset or _has(Path(name).stem, source.subset)]
+        data = [
+            name for name in data if Path(name).parts[0] == source.subset or has_words(Path(name).stem, source.subset)
+        ]
         if not data:
             raise GraftuneError(f"has no subset {source.subset!r}", where=where, fix="check the folder's names")
     chosen = of_split(data, source.split, where)
@@ -109,48 +98,3 @@ def _in_folder(folder: Path, source: Source, note: Note) -> list[Path]:
     if others:
         note(f"{where}: took {listed(chosen)}; left for other splits: {listed(others)}")
     return [check_file(folder / name) for name in chosen]
-
-
-def is_data(name: str) -> bool:
-    return format_of(name) is not None and Path(name).name.lower() not in _ABOUT
-
-
-def of_split(names: Sequence[str], split: str, where: str) -> list[str]:
-    """The files of a split, train where none is asked for. Files without a split's name are all one split, train."""
-    splits: dict[str, list[str]] = {}
-    for name in names:
-        splits.setdefault(split_of(name) or "", []).append(name)
-    wanted = split or "train"
-    for key in (wanted, SPLITS.get(wanted, wanted)):
-        if splits.get(key):
-            return splits[key]
-    loose = [name for name in splits.get("", []) if _has(name, wanted)]
-    if loose:
-        return loose
-    if wanted == "train" and list(splits) == [""]:
-        return splits[""]
-    shown = ", ".join(sorted(key or "(files without a split's name)" for key in splits))
-    raise GraftuneError(
-        f"has no split {wanted!r}; it has {shown}", where=where, fix="name one of them with split, or give its files"
-    )
-
-
-def _has(name: str, words: str) -> bool:
-    """Whether a file's name has these words as whole words."""
-    return re.search(rf"(^|[\W_]){re.escape(words)}([\W_]|$)", name) is not None
-
-
-def split_of(name: str) -> str | None:
-    """train for train.jsonl, data/train-00000-of-00004.parquet, train/x.csv and my_train.jsonl; None for others."""
-    path = Path(name)
-    stem = path.name.split(".")[0].lower()
-    for text in (stem, *(part.lower() for part in reversed(path.parts[:-1]))):
-        for word in re.split(r"[^a-z]+", text):
-            if word in SPLITS:
-                return SPLITS[word]
-    return None
-
-
-def listed(names: Sequence[str]) -> str:
-    more = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

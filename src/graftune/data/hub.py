@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from graftune.data.find import is_data, listed, of_split, split_of
+from graftune.data.splits import is_data, listed, of_split, split_of
 from graftune.data.streams import FORMATS, format_of
 from graftune.errors import GraftuneError
 from graftune.io.hub import download, unreachable

@@ -137,7 +137,7 @@ def _convert(turns: Turns, turn: object, key: str) -> None:
 
 
 def _join_system(row: dict[str, Any], plan: ColumnPlan, turns: Turns) -> None:
-    """The system column goes before the turns; beside a system turn it has to say the same."""
+    """Put the system column before the turns. If there is a system turn too, both must be equal."""
     column = _system(row, plan)
     if not column:
         return

@@ -113,8 +113,8 @@ class Turns:
                     raise Refusal("unknown speaker", f"turn {place} is from {quoted(speaker)}; expected human or gpt")
                 return speaker  # a role that the model's template may know
         if speaker not in _PLAIN:
-            meant = "the assistant's tool call" if role == "call" else role
-            self.notes.append(f"turns of {quoted(speaker)} read as {meant}")
+            read_as = "the assistant's tool call" if role == "call" else role
+            self.notes.append(f"turns of {quoted(speaker)} read as {read_as}")
         return role
 
     def _beside(self, message: Message, turn: dict[str, Any], place: int) -> None:

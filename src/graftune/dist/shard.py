@@ -1,4 +1,4 @@
-"""A frozen base sharded over all ranks: a home of model/bundles.py whose bundles are gathered when they are used.
+"""A frozen base sharded over all ranks: a storage of model/bundles.py whose bundles are gathered when they are used.
 
 Each rank keeps one part of every bundle, and an all-gather brings the whole into the buffer: one collective per block,
 forward and backward. A frozen weight has no gradient to scatter and no state, so the code need not know what the bytes

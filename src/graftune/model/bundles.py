@@ -1,6 +1,6 @@
 """Fetches frozen weights to the device only while they are used, into two buffers that the blocks share.
 
-A bundle holds the frozen weights of one block, of the embedding or of the head in one flat buffer of bytes. Its home
+A bundle holds the frozen weights of one block, of the embedding or of the head in one flat buffer of bytes. Its storage
 stores the bytes: host memory (`HostMemory`), or the memory of all ranks (dist/shard.py). Quantised weights are fetched
 as they are stored. Block i always uses buffer i % 2, so each of its weights is a view with a fixed address: kernels
 need no changes, and passes can be captured in graphs.
@@ -58,7 +58,7 @@ class Reading(Protocol):
         ...
 
 
-class Home(Protocol):
+class BundleStorage(Protocol):
     """Stores the bytes of bundles."""
 
     @property
@@ -156,11 +156,11 @@ class Buffer:
 
 
 class Bundles:
-    """The bundles of a decoder, their home and the buffers. While the model is loaded, `add` moves each bundle from the
-    device to the home; `finish` allocates the buffers."""
+    """The bundles of a decoder, their storage and the buffers. While loading, `add` moves each bundle from the device
+    to the storage; `finish` allocates the buffers."""
 
-    def __init__(self, home: Home, device: torch.device):
-        self.home, self.device = home, device
+    def __init__(self, storage: BundleStorage, device: torch.device):
+        self.storage, self.device = storage, device
         self.bundles: dict[Key, Bundle] = {}
         self.buffers: dict[Key, Buffer] = {}  # by the bundle; shared
         self.side = graph.stream("weights", device)
@@ -170,7 +170,7 @@ class Bundles:
     @property
     def collective(self) -> bool:
         """Whether every rank has to run every pass, because a fetch is a collective operation."""
-        return self.home.reading is not None
+        return self.storage.reading is not None
 
     @property
     def kept_bytes(self) -> int:
@@ -192,11 +192,11 @@ class Bundles:
         if not held:
             return
         places = _laid_out(held)
-        sizes = self.home.sizes(places[-1].stop)
+        sizes = self.storage.sizes(places[-1].stop)
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         for place, tensor in zip(places, held, strict=True):
             place.view(flat).copy_(tensor)
-        kept = [self.home.keep(piece) for piece in flat.split(sizes)]
+        kept = [self.storage.keep(piece) for piece in flat.split(sizes)]
         for weight in weights:
             weight.move(_large(_absent))
         self.bundles[key] = Bundle(weights, places, sizes, kept)
@@ -270,7 +270,7 @@ class Bundles:
         self.side.wait_stream(graph.current_stream(self.device))  # kernels queued there may still read the buffer
         with graph.on(self.side, "fetching weights"):
             for _, into, kept in pieces:
-                self.home.fetch(kept, into)
+                self.storage.fetch(kept, into)
             arrived = graph.event(self.device)
             arrived.record(self.side)
         pieces[-1][0].arrived = arrived

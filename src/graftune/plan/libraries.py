@@ -28,7 +28,7 @@ ENOUGH_ROWS = 16  # rows of x from which on the libraries copy a weight
 
 
 def workspace_bytes(shape: Any) -> int:
-    """The workspace of one of cuDNN's attention plans (`cudnn_frontend.AttentionShape`). Forward: nearly nothing.
+    """The workspace of one of cuDNN's attention plans (`cudnn_frontend.CudnnShape`). Forward: nearly nothing.
     Backward: dq summed in fp32, the row sums of the softmax, and with grouped heads dk and dv of every query head
     before they are added."""
     if shape.grad_strides is None:

@@ -30,7 +30,7 @@ from graftune.infer.generate import TokenStep, final_lengths_of, in_groups, pref
 from graftune.kernels import attention, launch, rehearsal
 from graftune.kernels.rehearsal import LOGITS, META, SAVED, WORKSPACES, Device, Launched, Rehearsal, rehearsing
 from graftune.losses import CrossEntropy, Loss
-from graftune.model.bundles import Bundles, Home, HostMemory
+from graftune.model.bundles import Bundles, BundleStorage, HostMemory
 from graftune.model.frozen import Augmented, RowSource
 from graftune.plan.cards import Card
 from graftune.plan.counting import SCRATCH, Counting, Tally
@@ -233,7 +233,7 @@ def _load(setup: Setup, tally: Tally) -> Parts:
         graph=setup.graph,
     )
     choice = attention.Choice(setup.backend, "rehearsed", setup.others)
-    parts = Parts.wired(config, base, runtime, setup.placement, setup.lora, choice, setup.loss, home=_home(setup))
+    parts = Parts.wired(config, base, runtime, setup.placement, setup.lora, choice, setup.loss, storage=_storage(setup))
     weights = [projection.frozen for block in parts.decoder.blocks for projection in block.projections]
     tally.give(SCRATCH, *(held for weight in weights if isinstance(weight, Augmented) for held in weight.shared))
     if isinstance(parts.decoder.bundles, Bundles):
@@ -243,7 +243,7 @@ def _load(setup: Setup, tally: Tally) -> Parts:
     return parts
 
 
-def _home(setup: Setup) -> Home | None:
+def _storage(setup: Setup) -> BundleStorage | None:
     """The store of fetched weights, as in session/opening.py, with ranks that send nothing."""
     placement, device = setup.placement, setup.runtime.device
     if placement.ranks:

@@ -22,7 +22,7 @@ from graftune.errors import GraftuneError
 from graftune.io.files import check_inside
 from graftune.kernels import attention
 from graftune.losses import choose
-from graftune.model.bundles import Home, HostMemory
+from graftune.model.bundles import BundleStorage, HostMemory
 from graftune.model.lora import initialise, start_from_scratch
 from graftune.observe.memory import free_bytes
 from graftune.runtime import Runtime, resolve
@@ -84,7 +84,7 @@ def open_session(
         choose(config.train),
         world=world,
         whole=whole,
-        home=home_of(placement, base, runtime, world),
+        storage=storage_of(placement, base, runtime, world),
     )
     arena = parts.arena
     if method == "scratch":
@@ -112,7 +112,7 @@ def _placed(config: Config, base: Base, runtime: Runtime, world: World | None) -
     return placement.placed_at(*found[0])
 
 
-def home_of(placement: Placement, base: Base, runtime: Runtime, world: World | None) -> Home | None:
+def storage_of(placement: Placement, base: Base, runtime: Runtime, world: World | None) -> BundleStorage | None:
     """Where frozen weights are fetched from; None: they are on the device."""
     if not placement.fetched:
         return None

@@ -27,7 +27,7 @@ from graftune.kernels import attention, launch, rehearsal
 from graftune.kernels.attention import Choice
 from graftune.losses import CrossEntropy, Loss, choose
 from graftune.model.arena import Arena
-from graftune.model.bundles import Home
+from graftune.model.bundles import BundleStorage
 from graftune.model.decoder import Decoder
 from graftune.model.lora import build_arena
 from graftune.model.mixers.attention import Attention, OwnBackend
@@ -144,11 +144,11 @@ class Parts:
         loss: Loss,
         world: World | None = None,
         whole: dict[str, Any] | None = None,
-        home: Home | None = None,
+        storage: BundleStorage | None = None,
     ) -> Self:
-        """Lay out the trainable weights and load the base around them; its frozen weights go to `home`, where there is
-        one (model/bundles.py). The trainable weights have no values yet. The plan rehearses this very function, and is
-        told which owner holds which bytes."""
+        """Lay out the trainable weights and load the base around them; its frozen weights go to `storage`, if there is
+        one (model/bundles.py). The trainable weights have no values yet. The plan rehearses this very function and
+        records the owner of all memory."""
         with rehearsal.owned("adapters"):
             full = config.train.method != "lora"
             arena = build_arena(base.spec, lora, runtime.device, runtime.compute, full=full)
@@ -156,7 +156,7 @@ class Parts:
         rehearsal.give("gradients", arena.grads)
         rehearsal.give("moments", arena.m, arena.v)
         with rehearsal.owned("base"):
-            decoder = build_decoder(base, arena, lora, runtime, placement, home)
+            decoder = build_decoder(base, arena, lora, runtime, placement, storage)
         choose_for_other_heads(decoder, runtime)
         return cls(config, base, runtime, placement, lora, arena, decoder, choice, loss, world, whole, start)
 

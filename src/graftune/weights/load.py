@@ -17,7 +17,7 @@ from graftune.errors import GraftuneError
 from graftune.kernels import launch
 from graftune.model.arena import Arena
 from graftune.model.block import Block, Branch, ParallelBranch
-from graftune.model.bundles import EMBEDDING, HEAD, Bundles, Home, Key
+from graftune.model.bundles import EMBEDDING, HEAD, Bundles, BundleStorage, Key
 from graftune.model.decoder import Decoder
 from graftune.model.feed_forward.expert_projection import ExpertProjection, ExpertWeights, Several, Stacked
 from graftune.model.feed_forward.experts import PARAMETERS, ExpertsSpec
@@ -58,19 +58,30 @@ def _products(spec: ModelSpec, lora: LoraConfig) -> Iterator[tuple[int, int, int
 
 
 def build_decoder(
-    base: Base, arena: Arena, lora: LoraConfig, runtime: Runtime, placement: Placement, home: Home | None = None
+    base: Base,
+    arena: Arena,
+    lora: LoraConfig,
+    runtime: Runtime,
+    placement: Placement,
+    storage: BundleStorage | None = None,
 ) -> Decoder:
-    """`home`: where the frozen weights are stored and fetched from; None: on the device."""
-    if home is not None and home.reading is not None:
-        base = replace(base, tensors=divided(base.tensors, home.reading))
-    return _Placer(base, arena, lora, runtime, placement, home).decoder()
+    """`storage`: where the frozen weights are stored and fetched from; None: on the device."""
+    if storage is not None and storage.reading is not None:
+        base = replace(base, tensors=divided(base.tensors, storage.reading))
+    return _Placer(base, arena, lora, runtime, placement, storage).decoder()
 
 
 class _Placer:
     """Takes tensors out of the base by name, checks their shapes and builds the weights that the placement asks for."""
 
     def __init__(
-        self, base: Base, arena: Arena, lora: LoraConfig, runtime: Runtime, placement: Placement, home: Home | None
+        self,
+        base: Base,
+        arena: Arena,
+        lora: LoraConfig,
+        runtime: Runtime,
+        placement: Placement,
+        storage: BundleStorage | None,
     ):
         self.base, self.arena, self.lora, self.placement = base, arena, lora, placement
         self.spec, self.device, self.compute = base.spec, runtime.device, runtime.compute
@@ -87,9 +98,9 @@ class _Placer:
             rank=lora.rank,
             dropout=lora.dropout,
             option=placement.option,
-            fetched=home is not None,
+            fetched=storage is not None,
         )
-        self.bundles = None if home is None else Bundles(home, runtime.device)
+        self.bundles = None if storage is None else Bundles(storage, runtime.device)
         self.made: list[Any] = []  # frozen weights of the bundle that is being built
         self.finite = FiniteCheck(base, f"{placement.base_dtype} {runtime.compute}")
 

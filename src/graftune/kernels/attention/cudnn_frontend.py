@@ -44,7 +44,7 @@ Strides = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
-class AttentionShape:
+class CudnnShape:
     """Everything that a plan is built for. Strides are those of tokens; the heads of a token are adjacent."""
 
     dtype: torch.dtype
@@ -68,7 +68,7 @@ class AttentionPlan:
 
 
 _handles: dict[int, Any] = {}
-_plans: dict[tuple[torch.device, AttentionShape], AttentionPlan] = rehearsal.kept()
+_plans: dict[tuple[torch.device, CudnnShape], AttentionPlan] = rehearsal.kept()
 
 
 def lacks(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
@@ -133,7 +133,7 @@ def grad_buffers(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.
     return dq, k.new_empty(k.shape), k.new_empty(k.shape)
 
 
-def describe(cudnn: Any, shape: AttentionShape, handle: Any, capability: tuple[int, int]) -> Any:
+def describe(cudnn: Any, shape: CudnnShape, handle: Any, capability: tuple[int, int]) -> Any:
     """Describe the forward or the backward as a cuDNN graph, its tensors numbered by UID; it is not compiled yet."""
     data = cudnn.data_type
     io = {torch.bfloat16: data.BFLOAT16, torch.float16: data.HALF}[shape.dtype]
@@ -209,22 +209,22 @@ def _shape(
     scale: float,
     strides: Strides,
     grad_strides: Strides | None = None,
-) -> AttentionShape:
+) -> CudnnShape:
     tokens, heads, width = q.shape
     # Round the bound up to whole tiles: this avoids cuDNN's special case for documents of one token.
     longest = _up(docs.longest, 128)
     slots = len(docs.cu_seqlens) - 1
-    return AttentionShape(q.dtype, heads, k.shape[1], width, slots, longest, tokens, scale, strides, grad_strides)
+    return CudnnShape(q.dtype, heads, k.shape[1], width, slots, longest, tokens, scale, strides, grad_strides)
 
 
-def _plan(device: torch.device, shape: AttentionShape) -> AttentionPlan:
+def _plan(device: torch.device, shape: CudnnShape) -> AttentionPlan:
     if (device, shape) not in _plans:
         assert not is_capturing(device), "this shape was not seen before the capture"
         _plans[device, shape] = _build(device, shape)
     return _plans[device, shape]
 
 
-def _build(device: torch.device, shape: AttentionShape) -> AttentionPlan:
+def _build(device: torch.device, shape: CudnnShape) -> AttentionPlan:
     if device.type == "meta":
         return AttentionPlan(None, rehearsal.library_bytes("cudnn attention", shape))
     cudnn = importlib.import_module("cudnn")

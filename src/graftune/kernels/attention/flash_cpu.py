@@ -50,8 +50,9 @@ def backward(
         lse = stats[place].t().contiguous().unsqueeze(0)
         dq, dk, dv = _backward(do, q_, k_, v_, o, lse, 0.0, True, scale=scale)
         grads[0][place] = dq[0].transpose(0, 1)
-        for grad, wide in ((grads[1], dk), (grads[2], dv)):
-            grad[place] = wide[0].view(-1, group, stop - start, wide.shape[-1]).sum(1).transpose(0, 1)
+        for grad, per_query_head in ((grads[1], dk), (grads[2], dv)):
+            in_groups = per_query_head[0].view(-1, group, stop - start, per_query_head.shape[-1])
+            grad[place] = in_groups.sum(1).transpose(0, 1)
 
 
 def _batched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

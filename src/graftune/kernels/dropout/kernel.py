@@ -23,10 +23,10 @@ def _mix(x):
 @launch.kernel(do_not_specialize=["mask_id", "threshold"])
 def _apply(x_ptr, out_ptr, seed_ptr, mask_id, threshold, scale, count, BLOCK: tl.constexpr):
     seed = tl.load(seed_ptr)
-    low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    seed_low, seed_high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     word = mask_id.to(tl.uint32)
-    first = _mix(_mix(_mix(word ^ 0x9E3779B9) ^ low) ^ high)
-    second = _mix(_mix(_mix(word ^ 0x85EBCA6B) ^ low) ^ high)
+    first = _mix(_mix(_mix(word ^ 0x9E3779B9) ^ seed_low) ^ seed_high)
+    second = _mix(_mix(_mix(word ^ 0x85EBCA6B) ^ seed_low) ^ seed_high)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     hashed = _mix(_mix(at.to(tl.uint32) ^ first) ^ second)
     x = tl.load(x_ptr + at, at < count, other=0.0).to(tl.float32)

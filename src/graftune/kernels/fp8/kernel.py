@@ -97,9 +97,9 @@ def _transpose(codes_ptr, out_ptr, fours, words, stride, out_stride, BF: tl.cons
     target = out_ptr + word.to(tl.int64)[:, None] * (4 * out_stride) + four[None, :]
     turned = (word < words)[:, None] & (four < fours)[None, :]
     for i in tl.static_range(4):
-        low = ((a >> (8 * i)) & 255) | (((b >> (8 * i)) & 255) << 8)
-        high = (((c >> (8 * i)) & 255) << 16) | (((d >> (8 * i)) & 255) << 24)
-        tl.store(target + i * out_stride, tl.trans(low | high), turned)
+        low_half = ((a >> (8 * i)) & 255) | (((b >> (8 * i)) & 255) << 8)
+        high_half = (((c >> (8 * i)) & 255) << 16) | (((d >> (8 * i)) & 255) << 24)
+        tl.store(target + i * out_stride, tl.trans(low_half | high_half), turned)
 
 
 def warps(width: int) -> int:

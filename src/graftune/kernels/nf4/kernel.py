@@ -119,9 +119,9 @@ def _encode(values, borders, codes, absmax, count, LEAST: tl.constexpr, BLOCKS: 
     code = tl.zeros((BLOCKS, 64), tl.int32)
     for i in tl.static_range(15):
         code += (scaled > tl.load(borders + i)).to(tl.int32)
-    high, low = tl.split(tl.reshape(code, (BLOCKS, 32, 2)))
+    first_code, second_code = tl.split(tl.reshape(code, (BLOCKS, 32, 2)))
     place = block[:, None] * 32 + tl.arange(0, 32)[None, :]
-    tl.store(codes + place, (high * 16 + low).to(tl.uint8), place * 2 < count)
+    tl.store(codes + place, (first_code * 16 + second_code).to(tl.uint8), place * 2 < count)
 
 
 def dequantise(nf4: Nf4, out: torch.Tensor, start: int) -> None:

@@ -206,8 +206,8 @@ def finish(shape: tuple[int, ...], dtype: torch.dtype, codes: torch.Tensor, absm
     if not double:
         return Nf4(shape, dtype, codes, absmax.to(launch.device_of(codes)))
     numbers, groups, offset = nest(scales)
-    home = launch.device_of(codes)
-    rest = (x.to(home) for x in (numbers, groups, dynamic_map(), offset))
+    device = launch.device_of(codes)
+    rest = (x.to(device) for x in (numbers, groups, dynamic_map(), offset))
     return Nf4(shape, dtype, codes, *rest)
 
 
