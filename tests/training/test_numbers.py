@@ -76,7 +76,7 @@ def test_the_first_layer_that_is_not_finite_is_found(made, monkeypatch: pytest.M
     assert isinstance(head, Dense)
     kept = head.weight[0, 0].clone()
     head.weight[0, 0] = math.nan
-    assert first_not_finite(step, good, 3) == NotFinite("the loss, behind the head")
+    assert first_not_finite(step, good, 3) == NotFinite("the loss, after the head")
     head.weight[0, 0] = kept
 
     spoil = step.grad_of_loss
