@@ -1,1 +1,2 @@
-"""Several processes, one run: who is there (world.py), and what they add up (reduce.py)."""
+"""Runs of several processes: how they meet (world.py), sum gradients (reduce.py), share the base and watch each
+other."""

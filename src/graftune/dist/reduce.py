@@ -1,4 +1,4 @@
-"""The one collective of an optimizer step: the flat gradients, and the step's sums behind them, added up over ranks.
+"""Sums the flat gradients and the step's figures over all ranks, in the only collective of an optimizer step.
 
 All trainable weights are in one buffer, so one all-reduce is enough, without the buckets and hooks that a list of
 parameters needs. Over NCCL it is a node of the captured update. Gloo works on the host: there it runs between the
@@ -14,7 +14,7 @@ from graftune.dist.world import World
 
 
 class GradientReduce:
-    """Adds a flat buffer up over all ranks, in place: every rank ends with the same bits."""
+    """Sums a flat buffer over all ranks, in place: every rank ends with the same bits."""
 
     def __init__(self, world: World):
         self.size, self.captured = world.size, world.captured

@@ -1,4 +1,4 @@
-"""A frozen base sharded over all ranks: a storage of model/bundles.py whose bundles are gathered when they are used.
+"""Shards a frozen base over all ranks: a storage for model/bundles.py that gathers a bundle when it is used.
 
 Each rank keeps one part of every bundle, and an all-gather brings the whole into the buffer: one collective per block,
 forward and backward. A frozen weight has no gradient to scatter and no state, so the code need not know what the bytes
@@ -24,7 +24,7 @@ from graftune.dist.world import World
 from graftune.kernels import launch
 from graftune.model.bundles import ALIGNMENT
 
-PIECE = 256 << 20  # bytes that are gathered at once, at most
+PIECE = 256 << 20  # most bytes that are gathered at once
 
 Gather = Callable[[torch.Tensor, torch.Tensor], object]  # into [size * n], a rank's own [n]
 
@@ -43,13 +43,13 @@ class RankReading:
 
 
 class Shards:
-    """`gather` is the collective; a plan, which has no other ranks, gives one that does nothing."""
+    """Keeps this rank's part of every bundle. `gather` is the collective; a plan passes one that does nothing."""
 
     def __init__(self, rank: int, size: int, gather: Gather, device: torch.device, *, on_host: bool = False):
         self.rank, self.size, self._gather, self.device = rank, size, gather, device
         self.on_host = on_host and launch.on_gpu(device)
         self.reading = RankReading(rank, size, gather, device)
-        self.staged: torch.Tensor | None = None  # a rank's part on its way from host memory
+        self.staged: torch.Tensor | None = None  # staging buffer for a rank's part from host memory
 
     def sizes(self, count: int) -> list[int]:
         unit = self.size * ALIGNMENT

@@ -1,4 +1,4 @@
-"""A thread that watches a run of several ranks, and ends it when it cannot go on.
+"""Watches a run of several ranks from a thread, and ends it when it cannot continue.
 
 NCCL's own watchdog does not see collectives that are replayed from a CUDA graph, and a process that waits in one does
 not react to signals. So every rank's thread writes a pulse to the store (what it is doing, which step it has begun); rank 0 reads
@@ -32,7 +32,7 @@ from graftune.ranks import Ranks
 
 BEAT = 0.5  # seconds between two pulses; more where there are hundreds of ranks
 QUIET_STEPPING, QUIET = 15.0, 30.0  # seconds without a pulse; an import or a sort may hold Python's lock for long
-QUIET_SUSPECT = 3.0  # after a connection broke
+QUIET_SUSPECT = 3.0  # after a broken connection
 STOPPED = 2.0  # if a beat takes so many seconds longer, this process was stopped meanwhile
 SLACK = 3.0  # a step may take so many times as long as the longest before it, whatever the deadline
 LINGER = 3.0  # seconds for all ranks to read a fault before the first one ends, and the launcher ends the rest
@@ -40,7 +40,8 @@ BUG, MISTAKE = 1, 2  # exit codes
 
 
 class Watch:
-    """Started before the ranks meet; `deadline` may be set later. `say` prints the one sentence."""
+    """Watches the other ranks. It starts before they meet; `deadline` may be set later. `say` prints the one
+    sentence."""
 
     def __init__(
         self, ranks: Ranks, say: Callable[[str], None] | None = None, *, deadline: float = 0.0, attempt: int = 1
@@ -62,27 +63,27 @@ class Watch:
         ]
 
     def start(self, seconds: float = 30.0) -> None:
-        """On a connection of its own: the main thread may wait on the other one."""
+        """Start the threads, on a separate connection: the main thread may be blocked on the other one."""
         timeout = datetime.timedelta(seconds=seconds)
         store = dist.TCPStore(
             self.ranks.host, self.ranks.port, None, False, timeout=timeout, wait_for_workers=False, multi_tenant=False
         )
         self._store = dist.PrefixStore(f"graftune/{self.attempt}/watch", store)
-        self._pulse(0)  # at once: a rank that dies before its first beat is missed, too
+        self._pulse(0)  # at once, so that a rank that dies before its first beat is noticed too
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """The run is over: the silence of this rank means nothing from here on."""
+        """End the watch at the end of the run: from here on, silence of this rank is not a fault."""
         if self._store is not None and not self._over.is_set():
             self._over.set()
-            with suppress(RuntimeError):  # the store may have gone with rank 0
+            with suppress(RuntimeError):  # the store may have ended with rank 0
                 self._store.set(f"over/{self.ranks.rank}", "1")
 
     # Called by the main thread
 
     def begin(self, step: int) -> None:
-        """A step is about to be sent."""
+        """Record that a step is about to be sent."""
         if self._begun <= self._done:
             self._since = time.monotonic()
         self._begun, self.doing = step, ""
@@ -96,7 +97,7 @@ class Watch:
 
     @contextmanager
     def busy(self, doing: str) -> Iterator[None]:
-        """Work of this rank for which the others wait without a deadline."""
+        """Mark work of this rank for which the others wait without a deadline."""
         before, self.doing = self.doing, doing
         try:
             yield
@@ -109,7 +110,7 @@ class Watch:
         self._end(text, code, speaks=False)
 
     def lost(self, error: Exception) -> None:
-        """A collective failed because a rank is gone; the pulses show which one. Does not return."""
+        """End the run after a collective failed because a rank is gone; the pulses show which one. Does not return."""
         with suppress(RuntimeError):
             self._store.set("suspect", "1")
         time.sleep(max(QUIET_SUSPECT, 4 * self._beat) + 6 * self._beat)  # so that the pulses come first
@@ -119,7 +120,8 @@ class Watch:
     # The threads
 
     def _watch_store(self) -> None:
-        """Counts in beats: time for which this process was stopped is not the store's fault."""
+        """Watch whether the store answers. Counts beats, so that time in which this process was stopped does not
+        count."""
         looks, beats = -1, 0
         while not self._over.wait(BEAT):
             looks, beats = self._looks, beats + 1 if looks == self._looks else 0
@@ -195,8 +197,8 @@ class Watch:
             self._overdue(self._hung(allowed))
 
     def _hung(self, seconds: float) -> str:
-        """Which step hangs, and on which ranks. Read from all pulses: a step that is finished on one rank is finished,
-        and all wait for the next one."""
+        """Find the step that hangs, and its ranks, from all pulses. A step that one rank has finished is finished: all
+        ranks then wait for the next one."""
         store, ranks = self._store, range(self.ranks.size)
         known = {rank: json.loads(store.get(f"pulse/{rank}")) for rank in ranks if store.check([f"pulse/{rank}"])}
         step = 1 + max(self._done, *(done for _, _, done, _ in known.values()))

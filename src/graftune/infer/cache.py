@@ -1,7 +1,7 @@
-"""The past of every layer, kept while text is generated. Each layer's mixer makes its own cache.
+"""Per-layer caches for generation: keys and values, or the states of short convolutions.
 
-Prompts of different lengths are prefilled packed, as in training, so that no padding is computed; then every sequence
-gets one new token a pass.
+Each layer's mixer makes its own cache. Prompts of different lengths are prefilled packed, as in training, so that no
+padding is computed; after that, each pass computes one new token per sequence.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class CacheSize(NamedTuple):
 
     per_sequence: int
     per_token: int
-    most_per_token: int  # as if every layer kept as much as the one that keeps the most
+    most_per_token: int  # if every layer kept as much as the largest
 
     @staticmethod
     def of(spec: ModelSpec, dtype: torch.dtype) -> CacheSize:
@@ -45,8 +45,8 @@ class Cache:
         dtype: torch.dtype,
         final_lengths: list[int] | None = None,
     ):
-        """For sequences of `lengths` tokens each, none of which will grow past `capacity`, each to its own of
-        `final_lengths` at most."""
+        """Allocate for sequences that have `lengths` tokens now. None grows past `capacity`, nor past its own entry of
+        `final_lengths`."""
         mixers = [layer.mixer for layer in spec.layers]
         self.layers: list[LayerCache] = [mixer.new_cache(len(lengths), capacity, device, dtype) for mixer in mixers]
         self.lengths = torch.tensor(lengths, device=device)
@@ -64,7 +64,7 @@ class Cache:
 
 
 class Prefill:
-    """All prompts at once, packed; the mixers put what they keep of them into the cache."""
+    """Runs all prompts in one packed pass; the mixers write their keys, values and states to the cache."""
 
     def __init__(self, cache: Cache, lengths: tuple[int, ...], backend: str = "cpu"):
         self.past, self.backend = cache, backend
@@ -76,7 +76,7 @@ class Prefill:
 
 
 class Decode:
-    """One new token a sequence, each seeing its own past."""
+    """Runs one new token per sequence; each attends to its own past."""
 
     documents, backend = None, ""
 

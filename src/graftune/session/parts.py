@@ -1,6 +1,6 @@
-"""The parts of a session: base, adapters, decoder, step, graphs and loader, made here and nowhere else.
+"""Creates the parts of a session: base, adapters, decoder, step, graphs and loader.
 
-The step and its pipeline are made when they are first used: evaluating and sampling need neither.
+The step and its pipeline are created on first use, because evaluating and sampling need neither.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from graftune.weights.load import build_decoder
 from graftune.weights.model import save_model
 from graftune.weights.placement import Placement
 
-UNPLANNED = 1024  # tokens of a micro-batch where memory is not planned
-CACHED = 8192  # where no step was planned, the cache may take as much memory as a step of so many tokens
+UNPLANNED = 1024  # tokens of a micro-batch if memory is not planned
+CACHED = 8192  # without a planned step, the cache may take as much memory as a step of this many tokens
 
 
 # Settings that decide the batches of a session; its saved state has them.
@@ -73,7 +73,7 @@ def loader_of(
     layout: BatchLayout | None = None,
     share: Share = WHOLE,
 ) -> Loader:
-    """Divides the data into steps and micro-batches of `capacity` tokens, by the settings and their loss."""
+    """Create the loader that divides the data into steps and micro-batches of `capacity` tokens."""
     settings = config.train
     return Loader(
         examples,
@@ -91,13 +91,13 @@ def attention_layers(decoder: Decoder) -> list[Attention]:
 
 
 def most_common_heads(decoder: Decoder) -> attention.HeadKind | None:
-    """Those that the choice of a session's attention is for; None: no layer has attention."""
+    """The kind of heads that most attention layers have; None: no layer has attention."""
     counts = Counter(layer.head_kind for layer in attention_layers(decoder))
     return counts.most_common(1)[0][0] if counts else None
 
 
 def choose_for_other_heads(decoder: Decoder, runtime: Runtime) -> None:
-    """Give each attention layer with other heads than most layers a backend of its own."""
+    """Choose a backend for each attention layer whose heads differ from the most common kind."""
     device, dtype, main = runtime.device, runtime.compute, most_common_heads(decoder)
     for layer in attention_layers(decoder):
         heads = layer.head_kind
@@ -113,24 +113,24 @@ def _discard(note: str) -> None:
 
 @dataclass(eq=False, repr=False)
 class Parts:
-    """A base with adapters and what is made of them. The plan rehearses it, the trainer runs it, and a Session wraps it
-    for users."""
+    """A base with adapters, and the parts built on it. The plan rehearses it, the trainer runs it, a Session wraps
+    it."""
 
-    config: Config  # as asked for, with what `auto` came to filled in
+    config: Config  # as requested, with `auto` resolved
     base: Base  # the model as it was opened: `name`, `path`, `spec`, `tokenizer`
     runtime: Runtime  # device and dtype
     placement: Placement
-    lora: LoraConfig  # of the adapter where one was loaded
+    lora: LoraConfig  # from the adapter, if one was loaded
     arena: Arena
     decoder: Decoder
     attention: Choice
-    loss: Loss = field(default_factory=CrossEntropy)  # what is minimised
+    loss: Loss = field(default_factory=CrossEntropy)  # the training loss
     world: World | None = None  # the ranks of the run, where there are several
-    whole: dict[str, Any] | None = None  # the configuration to save the model with, where all of it trains
+    whole: dict[str, Any] | None = None  # the configuration to save the model with, if all of it is trained
     start: Start | None = None  # snapshot of the weights at the start of the run, where the loss compares with it
-    say: Callable[[str], None] = _discard  # takes a note for the user
+    say: Callable[[str], None] = _discard  # reports a note to the user
     closed: bool = field(default=False, init=False)
-    _said: set[str] = field(default_factory=set, init=False)  # notes that are given once
+    _reported: set[str] = field(default_factory=set, init=False)  # notes that were reported already
 
     @classmethod
     def wired(
@@ -183,8 +183,8 @@ class Parts:
         return attention.for_any_shape(self.attention.backend, self.runtime.device, self.runtime.compute, heads.width)
 
     def say_once(self, note: str) -> None:
-        if note not in self._said:
-            self._said.add(note)
+        if note not in self._reported:
+            self._reported.add(note)
             self.say(note)
 
     def check_open(self) -> None:
@@ -225,7 +225,7 @@ class Parts:
         return pipeline_for(self.step, graph=self.config.train.graph)
 
     def renew_step(self) -> None:
-        """Make the step and its pipeline again, for another loss. The counts stay."""
+        """Recreate the step and its pipeline for another loss, and keep the counts."""
         old = vars(self).pop("step")
         self.step.count.copy_(old.count)
         self.step.longest = old.longest
@@ -239,7 +239,7 @@ class Parts:
         return loader_of(self.config, examples, capacity, fixed=self.captured, layout=layout, share=self.share)
 
     def fix_shape(self, loader: Loader, epochs: float) -> Capacities | None:
-        """The one shape of every micro-batch of so many epochs; None where shapes are exact."""
+        """Fix the shape of every micro-batch of this many epochs; None where batches keep their exact shapes."""
         if not loader.fixed:
             return None
         shape = loader.capacities(math.ceil(epochs))
@@ -267,14 +267,14 @@ class Parts:
         )
 
     def groups_of(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
-        """Prompts, by number, that are continued together: as many consecutive ones as fit their cache."""
+        """Group the numbers of prompts that are continued together: as many consecutive ones as fit the cache."""
         settings = self.config.train
         final_lengths = final_lengths_of([len(prompt) for prompt in prompts], new_tokens, self.base.spec.max_positions)
         capacity = cache_capacity(settings.tokens_per_micro_batch or CACHED, settings.recompute)
         return in_groups(final_lengths, capacity, CacheSize.of(self.base.spec, self.decoder.compute))
 
     def close(self) -> None:
-        """Let go of the model and of the device's memory."""
+        """Free the model and the device's memory."""
         self.closed = True
         for name in ("pipeline", "step", "decoder", "arena"):
             vars(self).pop(name, None)
@@ -286,11 +286,11 @@ class Parts:
 
     @property
     def product(self) -> str:
-        """What a run writes in the end, which is also the name of its folder there."""
+        """The kind of result that a run writes, which is also the name of its folder."""
         return "adapter" if self.whole is None else "model"
 
     def write(self, folder: Path) -> None:
-        """Write the adapter, or the whole model where that was trained."""
+        """Write the adapter, or the whole model if all of it was trained."""
         if self.whole is None:
             self._write_adapter(folder)
         else:
@@ -331,8 +331,8 @@ class Parts:
         save_adapter(folder, self.arena, self.lora, self.base, tables, facts)
 
     def _table(self, name: str) -> torch.Tensor:
-        """An embedding or head as products see it, read from the file: it need not be on the device, and where it is
-        sharded over ranks only one of them writes."""
+        """Read the embedding or head from the file, as products see it: it need not be on the device, and if it is
+        sharded, only one rank writes."""
         source, compute = self.base.tensors[f"{name}.weight"], self.runtime.compute
         rows = source.read(0, source.shape[0])
         return rows.to(DTYPES.get(self.placement.base_dtype, compute)).to(compute)

@@ -1,7 +1,7 @@
-"""Text of a session: samples with their log-probabilities and stop strings, and the log-probability of given answers.
+"""Draws samples with log-probabilities and stop strings, and computes the log-probabilities of given answers.
 
-Prompts are continued together, as many as fit their cache. Where a stop string is given, or text is streamed, text is
-decoded token by token: an incomplete character, and the beginning of what may become a stop string, are held back.
+Prompts are continued together, as many as fit the cache. With stop strings or streaming, text is decoded token by
+token: an incomplete character, and the beginning of a possible stop string, are held back.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Sample:
 
     text: str  # without the stop string
     tokens: list[int]  # as they were drawn, without the stop token
-    logprobs: list[float] | None  # of each token, by the model itself; None where they were not asked for
+    logprobs: list[float] | None  # of each token under the model; None if not requested
     stopped: str  # stop: a stop token or string; length: max_new_tokens or the model's context
 
 
@@ -68,7 +68,7 @@ class Draft:
         return self._new(text[: len(text) - self._begun(text)])
 
     def finish(self) -> str:
-        """End the draft: the characters that were held back are text."""
+        """End the draft and release the characters that were held back."""
         if self.stopped != "stop" or not self.text:
             self.text = self.tokenizer.decode(self.tokens, skip_special=True)
         self.stopped = self.stopped or "length"
@@ -78,7 +78,7 @@ class Draft:
         return Sample(self.text, self.tokens, self.logprobs if logprobs else None, self.stopped)
 
     def _begun(self, text: str) -> int:
-        """Characters at the end of the text that are the beginning of a stop string."""
+        """The number of characters at the end of the text that begin a stop string."""
         begun = (stop[:size] for stop in self.stop for size in range(1, len(stop)))
         return max((len(start) for start in begun if text.endswith(start)), default=0)
 
@@ -107,7 +107,7 @@ def stream(
         for fresh in rounds(
             parts.decoder,
             [prompts[i] for i in group],
-            replace(sampling, seed=sampling.seed + group[0]),  # or every group would draw the same numbers
+            replace(sampling, seed=sampling.seed + group[0]),  # otherwise every group would draw the same numbers
             ending,
             adapted=adapted,
             backend=parts.eager_attention,
@@ -172,7 +172,7 @@ def encoded(parts: Parts, prompt: str | Conversation) -> tuple[list[int], tuple[
 
 @torch.no_grad()
 def logprobs_of(parts: Parts, examples: Sequence[Example], capacity: int, adapted: bool) -> list[torch.Tensor]:
-    """log p of every response token, by example: fp32 on the CPU."""
+    """The log-probability of every response token, per example: fp32 on the CPU."""
     decoder, lengths, found = parts.decoder, lengths_of(examples).tolist(), list[torch.Tensor]()
     sums = [0, *accumulate(lengths)]
     start = 0
