@@ -1,7 +1,7 @@
 """Multiplies by a frozen weight and its adapters: y = x W' + s (x A') B', forward and backward.
 
 The product has two layouts. On a GPU the weight's storage has n adapter columns beside it and as many rows below it,
-into which the adapters are copied whenever they change,
+into which `Arena.publish` copies the adapters after each update,
 
         in   n
     [   W  | sB  ]  out         forward   y  = [x  | h] [W | sB]'     h = x A'
@@ -48,7 +48,8 @@ class Normed(NamedTuple):
 
 class ReadyGrad:
     """A gradient in the form that its projection multiplies, made by the kernel that wrote the gradient buffer. Only
-    the projection that made it reads it, in `backward`."""
+    the projection that made it reads it, in `backward`. Only FP8 makes one (`GradCodes` in fp8_projection.py: dY as
+    8-bit codes); every other projection returns None."""
 
 
 def augmented_buffer(like: torch.Tensor, rows: int, width: int, adapter_columns: int) -> torch.Tensor:

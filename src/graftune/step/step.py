@@ -187,6 +187,7 @@ class Step:
         if self.loss.figures:
             torch.div(self.figure_sums, adamw.Hyper(*self.row).divisor, out=self.report[self.own_figures])
             self.figure_sums.zero_()
+        # clip writes the report, the factors and ok, counts the update and zeroes the loss sum.
         decided = self.report[:3], self.factors, self.ok
         grad_norm.clip(arena.grads, self.table, self.row, self.loss_sum, self.count, *decided, state, self.partials)
         buffers = arena.weights, arena.grads, arena.m, arena.v, arena.compute
@@ -194,8 +195,8 @@ class Step:
         self.token_sum.zero_()
         if self.scaler is not None:
             self.report[4].copy_(self.scaler.scale)
-        adamw.step(*buffers, self.table, self.row, self.count, self.ok, self.factors)
-        arena.publish(cast=False)
+        adamw.step(*buffers, self.table, self.row, self.count, self.ok, self.factors)  # also zeroes the gradients
+        arena.publish(cast=False)  # copies A and s B beside their weights; AdamW wrote arena.compute already
         return self.report
 
     def reduce_outside_graph(self) -> None:

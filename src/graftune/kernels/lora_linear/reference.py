@@ -6,8 +6,9 @@
 Projections that read the same x (q, k, v; gate, up) are members of a group. Their A's are stacked by rows, and so are
 their B's; member i has the columns h[:, i*R:(i+1)*R] and its own columns of y. So x is read once for the whole group.
 On a CPU, the B's are on the diagonal of one [out, R * members] matrix: y and dY are then read once for the group too,
-and multiplying the zeros off the diagonal costs less than the calls it saves. s is alpha/rank; it is applied in the
-products and never multiplied into B, so that the adapter on disk is the adapter that trains.
+and multiplying the zeros off the diagonal costs less than the calls it saves. s is `scaling` of model/lora.py
+(alpha/rank; rsLoRA: alpha/sqrt(rank)). It is never multiplied into the trained B, so that the adapter on disk is the
+adapter that trains; only the copies beside a weight on a GPU hold s B (model/projection.py).
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ class Attention(Mixer[AttentionSaved]):
         if grads is None:
             grad_qkv = self.qkv.grad_buffer(read.x, len(read.x))
             grads = self._split(grad_qkv)
-        ctx.flush()
+        ctx.flush()  # starts the queued weight gradients on side streams, beside attention
         attention.backward(
             self._by_head(grad_mixed), q, k, v, self._by_head(mixed), stats, documents, self.score_scale, window, grads,
             backend, self.score_cap,
