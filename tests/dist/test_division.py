@@ -114,10 +114,10 @@ def test_weights_that_differ_are_noticed() -> None:
         for tail, own in zip(tails, weights, strict=True):
             tail.fingerprint(own)
             tail.fill()
-        total = sum(tail.signals for tail in tails)
+        total = sum(tail.summed_flags for tail in tails)
         found = torch.zeros(3, 2 * CONTROL_FLAGS)
         for tail, row in zip(tails, found, strict=True):
-            tail.signals.copy_(total)
+            tail.summed_flags.copy_(total)
             tail.report(row)
         return found.tolist()
 

@@ -27,7 +27,7 @@ from safetensors.torch import save
 from graftune.cli.run_summary import run_summary
 from graftune.dashboard.runs import WatchedRun
 from graftune.dashboard.series import series
-from graftune.data import cached, find, source
+from graftune.data import cached, find, readers, source
 from graftune.data.dataset import _Texts
 from graftune.data.encoded import Examples
 from graftune.data.row import Refusal, Row
@@ -482,7 +482,7 @@ def _programs(model: Path) -> Iterator[Format]:
 
     def record(folder: Path) -> None:
         content = (folder / "row.json").read_bytes()
-        value = source.parsed(content)
+        value = readers.parsed(content)
         pending = encoder._rendered(Row(1, value, key=1))
         if pending.refusal is not None:
             raise GraftuneError(pending.refusal.text)

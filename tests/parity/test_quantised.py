@@ -258,7 +258,7 @@ def test_the_api_opens_it_and_its_adapter(bnb, tmp_path: Path):
     folder = tmp_path / "base"
     shutil.copytree(bnb["nf4"], folder)
     run = api.open(str(folder), device="cpu", compute_dtype="fp32", lr=1e-2)
-    assert run.placement.base_dtype == "nf4"
+    assert run.parts.placement.base_dtype == "nf4"
     packed = pack(examples(20, 30))
     losses = []
     for _ in range(4):
