@@ -35,7 +35,7 @@ from graftune.io.json_file import read_json
 from graftune.ledger.reservation import LEASE, Reservation, clock, new_reservation, read_reservation
 
 VARIABLE = "GRAFTUNE_LEDGER"
-FOLDER = "/tmp/graftune-ledger"  # noqa: S108 (every user of the machine has to reach it)
+FOLDER = "/tmp/graftune-reservations"  # noqa: S108 (every user of the machine has to reach it)
 SHARE = 0.85  # of a device's memory that several claims may reserve together
 HEARTBEAT = 3.0  # seconds
 FIRST_WAIT, LONGEST_WAIT = 0.2, 1.5  # seconds between two attempts of a waiting claim
@@ -103,7 +103,8 @@ class Ledger:
             raise GraftuneError(
                 f"the ledger of reserved memory cannot be used ({error.strerror or error})",
                 where=str(self.path),
-                fix=f"set {VARIABLE} to a folder that everybody who shares the GPU can write to, or to off",
+                fix=f"set {VARIABLE} to a folder, not a sticky one, that everybody who shares the GPU can write to, or "
+                "to off",
             ) from None
 
     def _live(self, *, repair: bool = False) -> list[Reservation]:
@@ -130,7 +131,7 @@ class Ledger:
         aside.unlink(missing_ok=True)  # a process was killed while it wrote
         with open(aside, "x") as file:
             json.dump([one.document() for one in reservations], file, indent=0)
-        aside.chmod(0o666)
+            os.fchmod(file.fileno(), 0o666)  # by the handle: the name may have become a link
         os.replace(aside, self.path)
 
     def _make_folder(self) -> None:

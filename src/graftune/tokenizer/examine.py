@@ -80,7 +80,10 @@ def faults_of(files: list[Untrusted]) -> list[str]:
         lines, code = expired.stdout or b"", -signal.SIGXCPU
     except OSError as error:
         raise GraftuneError(f"it cannot be examined ({error})", where=files[0].where) from None
-    found = [str(json.loads(line)) for line in lines.splitlines()]
+    try:
+        found = [str(json.loads(line)) for line in lines.splitlines()]
+    except ValueError:  # something else of this Python installation printed there
+        raise GraftuneError("it cannot be examined (unexpected output)", where=files[0].where) from None
     if len(found) < len(files):
         if code == -signal.SIGXCPU:
             found.append("it takes too long to use it once")

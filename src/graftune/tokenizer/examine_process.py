@@ -149,10 +149,15 @@ def _limit(kind: str, size: int) -> None:
         if sys.platform == "linux":
             with open("/proc/self/statm") as file:
                 memory = int(file.read().split()[0]) * resource.getpagesize() + TEMPLATE_BYTES
-    unlimited = resource.RLIM_INFINITY
-    resource.setrlimit(resource.RLIMIT_AS, (memory, unlimited))
-    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + seconds, unlimited))
+    _lower(resource.RLIMIT_AS, memory)
+    _lower(resource.RLIMIT_CPU, int(time.process_time()) + 1 + seconds)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _lower(which: int, wanted: int) -> None:
+    """Set the soft limit. The hard limit stays: an ordinary user cannot raise it, and it may be lower than `wanted`."""
+    hard = resource.getrlimit(which)[1]
+    resource.setrlimit(which, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
 
 
 def _main() -> None:
