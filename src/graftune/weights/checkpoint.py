@@ -279,7 +279,9 @@ def check_identity(now: Identity, stored: Identity, folder: Path) -> None:
             _check_settings(value, had, folder)
         elif had != value:
             raise GraftuneError(
-                f"the {key} has changed since the run started", where=str(folder), fix=f"resume with the same {key}"
+                f"the {key} has changed since the run started",
+                where=str(folder),
+                fix=f"resume with the same {key} and the same version of graftune",
             )
 
 
