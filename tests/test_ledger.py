@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from graftune.errors import GraftuneError, one_line
+from graftune.io.files import open_own
 from graftune.ledger import LEASE, Claim, Ledger, Memory, reservation
 from graftune.ledger import ledger as ledger_file
 from graftune.training.reserve import described
@@ -338,6 +339,24 @@ def test_a_lock_that_is_kept_times_out(ledger: Ledger, monkeypatch: pytest.Monke
     monkeypatch.setattr(ledger_file, "LOCK_TIMEOUT", 0.05)
     with ledger.locked(), pytest.raises(GraftuneError, match="another process has kept it locked"):
         Ledger(ledger.folder).check()
+
+
+def test_a_lock_file_that_is_removed_before_it_is_locked(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    removed: list[Path] = []
+
+    def opened(path: Path) -> int:
+        handle = open_own(path)
+        if not removed:
+            path.unlink()
+            removed.append(path)
+        return handle
+
+    monkeypatch.setattr(ledger_file, "open_own", opened)
+    monkeypatch.setattr(ledger_file, "LOCK_TIMEOUT", 0.05)
+    with ledger.locked():
+        assert removed[0].exists()
+        with pytest.raises(GraftuneError, match="another process has kept it locked"):
+            ledger.check()
 
 
 def test_a_forked_child_does_not_keep_the_lock(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,13 +143,8 @@ class Ledger:
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        path = self.path.with_suffix(".lock")
-        new = not path.exists()
-        handle = open_own(path)
+        handle = _locked_file(self.path.with_suffix(".lock"))
         try:
-            if new:
-                os.fchmod(handle, 0o666)
-            _wait_for_lock(handle)
             os.utime(handle)  # programs that clean /tmp remove files that look unused
             yield
         finally:
@@ -275,17 +270,27 @@ def _ticket(reservations: list[Reservation], group: str) -> int:
     return min((one.ticket for one in reservations if one.group == group), default=time.monotonic_ns())
 
 
-def _wait_for_lock(handle: int) -> None:
+def _locked_file(path: Path) -> int:
+    """The handle of the file at `path`, locked. A file that was removed before it was locked excludes no process that
+    opens the path later, so a new one is made."""
     limit = time.monotonic() + LOCK_TIMEOUT
-    while True:
+    while time.monotonic() < limit:
+        new = not path.exists()
+        handle = open_own(path)
         try:
+            if new:
+                os.fchmod(handle, 0o666)
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+            if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
+                return handle
         except BlockingIOError:
-            if time.monotonic() > limit:  # its process was stopped at the wrong moment
-                text = f"another process has kept it locked for {LOCK_TIMEOUT:g} s"
-                raise OSError(errno.ETIMEDOUT, text) from None
-        time.sleep(0.005)
+            time.sleep(0.005)
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+    text = f"another process has kept it locked for {LOCK_TIMEOUT:g} s"  # it was stopped at the wrong moment
+    raise OSError(errno.ETIMEDOUT, text)
 
 
 def _boot_id() -> str:
