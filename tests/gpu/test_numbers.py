@@ -67,7 +67,7 @@ def test_skipped_updates_in_a_row_stop_the_run_and_a_resume_goes_on_from_before(
     send = Trainer._send
 
     def poisoned(self: Trainer, micro_batches: list[Any]) -> None:
-        table = self.session.decoder.embedding
+        table = self.parts.decoder.embedding
         assert isinstance(table, Dense)
         if self.state.progress.step == 4:
             table.weight[3 + 64 :] = math.inf  # every letter's, where the captured step reads it

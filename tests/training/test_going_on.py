@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -144,7 +144,7 @@ def test_the_log_is_on_the_disk_before_a_checkpoint_and_old_ones_go_after_it(mon
     log = SimpleNamespace(sync=lambda: done.append("log"))
     state: Any = SimpleNamespace(
         progress=Progress(step=7, best_step=4),
-        session=SimpleNamespace(arena=1, step=SimpleNamespace(count=6, scaler=None)),
+        parts=SimpleNamespace(arena=1, step=SimpleNamespace(count=6, scaler=None)),
         ranks=SimpleNamespace(leads=True, busy=lambda what: nullcontext()),
         pausing_steps=lambda what: nullcontext(),
         config=Config.of({"keep_last": 3}),
@@ -321,33 +321,16 @@ def test_parts_of_an_epoch(epochs: float, want: tuple[int, ...]) -> None:
 # What a run is (A4)
 
 
-def test_identity_does_not_change_with_a_field_that_is_new() -> None:
-    @dataclass(frozen=True)
-    class Inner:
-        kind: str = "none"
-
-    @dataclass(frozen=True)
-    class Spec:
-        family: str
-        layers: int
-        window: int = 0
-        layers_of: tuple[int, ...] = ()
-        rope: Inner = field(default_factory=Inner)
-
-    @dataclass(frozen=True)
-    class NewInner(Inner):
-        factor: float = 1.0
-
-    @dataclass(frozen=True)
-    class NewSpec(Spec):
-        rope: Inner = field(default_factory=NewInner)
-        experts: int = 0
-
-    for more in ({}, {"window": 4, "layers_of": (1, 2)}):
-        old = resume.beyond_defaults(Spec("llama", 2, rope=Inner("linear"), **more))
-        new = resume.beyond_defaults(NewSpec("llama", 2, rope=NewInner("linear"), **more))
-        assert old == new and json.loads(json.dumps(old)) == old
-    assert resume.beyond_defaults(NewSpec("llama", 2, experts=8))["experts"] == 8
+def test_a_run_of_an_earlier_format_is_refused_with_that_reason(finished: Path, tmp_path: Path) -> None:
+    """Nothing is written: neither an event nor the end of a line that a kill has torn."""
+    run = stopped_copy(finished, tmp_path / "run")
+    shutil.rmtree(run / "checkpoints")
+    log = run / "metrics.jsonl"
+    log.write_bytes(log.read_bytes().replace(b'"format": 2, ', b"") + b'{"event": "ste')
+    before = log.read_bytes()
+    with pytest.raises(GraftuneError, match="was written by an earlier version of graftune"):
+        again(run)
+    assert log.read_bytes() == before
 
 
 def test_settings_are_compared_by_name(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_skipped_updates_in_a_row_stop_the_run_and_a_resume_goes_on_from_before(
     send = Trainer._send
 
     def poisoned(self: Trainer, micro_batches: list[Any]) -> None:
-        table = self.session.decoder.embedding
+        table = self.parts.decoder.embedding
         assert isinstance(table, Dense)
         if self.state.progress.step == 4:
             table.weight[3 + 64 :] = math.inf  # every letter's
@@ -151,7 +151,7 @@ def test_the_rows_that_are_named_are_those_of_the_bad_documents(monkeypatch: pyt
     """Of a micro-batch with three of them; all of them where the number is no document's own."""
     held = SimpleNamespace(plan=lambda epoch: [[[4, 7, 9]]], bins=lambda *_: [0], examples=None, layout=None)
     session = SimpleNamespace(runtime=SimpleNamespace(device="cpu"), step=None)
-    state: Any = SimpleNamespace(session=session, config=Config.of({"data": "d.jsonl"}))
+    state: Any = SimpleNamespace(parts=session, config=Config.of({"data": "d.jsonl"}))
     watching = Guard(held, Any, 3, False)  # type: ignore[arg-type]
     monkeypatch.setattr(Guard, "_before", lambda self, state: checkpoint.Progress())
     monkeypatch.setattr(guard, "take", lambda _, indices: [SimpleNamespace(row=10 * index) for index in indices])
@@ -178,7 +178,7 @@ def test_the_place_before_the_first_skipped_step_is_one_that_a_resume_takes() ->
     """What was evaluated since then, and may have been the best, were the weights of that place."""
     now = checkpoint.Progress(8, 1, 2, 8, last_eval=7, first_loss=3.0, best_loss=2.0, best_step=7, stale=1)
     session = SimpleNamespace(step=SimpleNamespace(count=4))
-    state: Any = SimpleNamespace(progress=now, epoch_steps=(6, 6), session=session)
+    state: Any = SimpleNamespace(progress=now, epoch_steps=(6, 6), parts=session)
     watching = Guard(Any, Any, 3, False)  # type: ignore[arg-type]
     watching.first_skipped = {"step": 5, "epoch": 0}
     before = watching._before(state)

@@ -121,7 +121,7 @@ def test_a_run_that_is_told_to_stop_saves_unless_it_holds_the_best_steps_weights
         progress=checkpoint.Progress(step=7), report=SimpleNamespace(end=noted("end")),
     )  # fmt: skip
     run: Any = SimpleNamespace(
-        closing=closing, step=SimpleNamespace(discard=noted("discard")), state=state, session=None,
+        closing=closing, step=SimpleNamespace(discard=noted("discard")), state=state, parts=None,
         finish_steps=noted("finish steps"), checkpoints=SimpleNamespace(save=noted("save")),
     )  # fmt: skip
     Trainer._save_and_stop(run)

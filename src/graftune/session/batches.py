@@ -173,7 +173,7 @@ class BatchFeed:
             if least > asked:
                 parts.say(f"micro-batches have {least} tokens, as the longest example, where {asked} were asked for")
             size = max(asked, least)
-            how = {"fixed": parts.captured, "layout": layout, "share": parts.share}
+            how = {"fixed": parts.fixed_shapes, "layout": layout, "share": parts.share}
             self._loaded = data, loss, loader_of(parts.config, data.examples, size, **how)  # type: ignore[arg-type]
         return self._loaded[2]
 

@@ -166,7 +166,7 @@ class Parts:
         return self.base.tokenizer
 
     @property
-    def captured(self) -> bool:
+    def fixed_shapes(self) -> bool:
         """Whether micro-batches have a fixed shape, so that their steps can be replayed from graphs."""
         return launch.on_gpu(self.runtime.device)
 
@@ -206,7 +206,7 @@ class Parts:
             other_backends=self.attention.others,
             eager_backend=self.eager_attention,
             loss=self.loss,
-            tuned=self.captured and not config.train.deterministic,  # nothing may depend on timing then
+            tuned=self.fixed_shapes and not config.train.deterministic,  # nothing may depend on timing then
             reduce=None if self.world is None else GradientReduce(self.world),
             start=self.start_of(self.loss),
         )
@@ -236,7 +236,7 @@ class Parts:
 
     def loader(self, examples: Sequence[Example]) -> Loader:
         capacity, layout = self.config.train.tokens_per_micro_batch, self.loss.layout(examples)
-        return loader_of(self.config, examples, capacity, fixed=self.captured, layout=layout, share=self.share)
+        return loader_of(self.config, examples, capacity, fixed=self.fixed_shapes, layout=layout, share=self.share)
 
     def fix_shape(self, loader: Loader, epochs: float) -> Capacities | None:
         """Fix the shape of every micro-batch of this many epochs; None where batches keep their exact shapes."""

@@ -187,7 +187,7 @@ class Session:
         if not isinstance(batch, Batch):
             batch = self.feed.own_batch(batch)
         pipeline = self._ready()
-        if batch._fixed or not self.parts.captured:
+        if batch._fixed or not self.parts.fixed_shapes:
             for staged in batch._take(pipeline.stage):
                 pipeline.micro(staged, self._next_dropout_seed())
         else:
@@ -278,7 +278,7 @@ class Session:
         if "step" in vars(self.parts):
             self._collect(wait=True)
             self.parts.renew_step()
-            if self.parts.captured:
+            if self.parts.fixed_shapes:
                 self.parts.say_once("the loss was changed: steps are captured again each time it is")
 
     def _collect(self, wait: bool = False) -> None:

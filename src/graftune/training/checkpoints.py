@@ -46,11 +46,11 @@ class Checkpoints(Hook):
     def save(self, state: RunState) -> None:
         """Save the last step. All steps must have finished, so that the log has every step that a checkpoint holds.
         Weights that are not finite are not saved, so that they replace no earlier checkpoint."""
-        p, session = state.progress, state.session
-        p.updates, self.tried = int(session.step.count), p.step
+        p, parts = state.progress, state.parts
+        p.updates, self.tried = int(parts.step.count), p.step
         if not state.ranks.leads:
             return
-        if not checkpoint.is_sound(session.arena):
+        if not checkpoint.is_sound(parts.arena):
             if not self.nonfinite_reported:
                 text = f"the trainable weights contain NaN or Inf at step {p.step}; the checkpoint was skipped"
                 state.report.warn(text, p.step)
@@ -58,25 +58,21 @@ class Checkpoints(Hook):
             return
         with state.ranks.busy("writing a checkpoint"), state.pausing_steps("checkpoint"):
             state.report.log.sync()
-            checkpoint.save(self.folder, session.arena, p, self.identity, session.step.scaler)
+            checkpoint.save(self.folder, parts.arena, p, self.identity, parts.step.scaler)
             checkpoint.prune(self.folder, state.config.train.keep_last, p.best_step)
         self.saved, self.saved_at = p.step, _minutes()
         state.report.live_plot.update()
 
-    def restore(self, state: RunState, epoch_steps: tuple[int, ...]) -> bool:
-        """Load the newest whole checkpoint; False if there is none. `epoch_steps`: as the run had them before."""
-        found = checkpoint.newest_whole(self.folder, self.identity, epoch_steps, state.report.console.warn)
-        if found is None:
-            return False
+    def restore(self, state: RunState, found: Path) -> None:
+        """Load a checkpoint that was found to be whole."""
         place, _ = checkpoint.read_state(found)
         _check_longer(state, place.step)
-        session = state.session
-        state.progress = checkpoint.load(found, session.arena, self.identity, session.step.scaler, checked=True)
-        session.step.count.fill_(state.progress.updates)
+        parts = state.parts
+        state.progress = checkpoint.load(found, parts.arena, self.identity, parts.step.scaler, checked=True)
+        parts.step.count.fill_(state.progress.updates)
         self.saved = self.tried = state.progress.step
         if found == checkpoint.latest(self.folder):  # or it might be the one that is one too many
             checkpoint.prune(self.folder, state.config.train.keep_last, state.progress.best_step)
-        return True
 
     def take_best(self, state: RunState) -> None:
         """Put the weights that were best on validation into the arena."""
@@ -90,7 +86,7 @@ class Checkpoints(Hook):
                 where=str(self.folder),
                 fix="restore it, or start a new run",
             )
-        checkpoint.read_weights(best, state.session.arena)
+        checkpoint.read_weights(best, state.parts.arena)
         state.report.console.note(f"keeping step {p.best_step}, the best on validation")
 
     def lost(self, state: RunState) -> str:

@@ -19,25 +19,25 @@ from graftune.training.hooks import RunState
 
 def finish(state: RunState, checkpoints: Checkpoints, stopped: str) -> dict[str, Any]:
     """The run's summary; empty on ranks that only wait."""
-    session, ranks, p, console = state.session, state.ranks, state.progress, state.report.console
-    together = session.placement.ranks > 0
+    parts, ranks, p, console = state.parts, state.ranks, state.progress, state.report.console
+    together = parts.placement.ranks > 0
     if not ranks.leads and not together:
         return {}
     if ranks.leads:
         checkpoints.take_best(state)
     if together:
-        ranks.spread(session, p)
+        ranks.spread(parts, p)
     if p.step and not p.updates:
         console.warn("every update was skipped, because no gradient was finite: nothing was trained")
     elif p.first_loss is not None and p.best_loss is not None and p.best_loss >= p.first_loss:
         console.warn("validation loss did not fall below where it started: training does not help on this data")
-    if session.pipeline.captures > 1:
-        console.warn(f"the step was captured {session.pipeline.captures} times, for batches of as many shapes")
+    if parts.pipeline.captures > 1:
+        console.warn(f"the step was captured {parts.pipeline.captures} times, for batches of as many shapes")
     place = nullcontext(state.folder) if ranks.leads else tempfile.TemporaryDirectory()
-    with console.working(f"writing the {session.product}"), place as folder:
-        session.write(Path(folder) / session.product)
+    with console.working(f"writing the {parts.product}"), place as folder:
+        parts.write(Path(folder) / parts.product)
     summary: dict[str, Any] = {
-        "trained": _trained(session),
+        "trained": _trained(parts),
         "best_step": p.best_step,
         "validation_loss": {"start": p.first_loss, "best": p.best_loss},
     }
@@ -45,17 +45,17 @@ def finish(state: RunState, checkpoints: Checkpoints, stopped: str) -> dict[str,
         summary |= hook.finish(state)
     if not ranks.leads:
         return {}
-    summary |= state.report.cost(session) | {"peak_memory": peak_resident_bytes()}
+    summary |= state.report.cost(parts) | {"peak_memory": peak_resident_bytes()}
     state.report.memory_in_all(p.step)
     state.report.log.emit("run_end", step=p.step, stopped=stopped, **summary)
     state.report.plot()
     return summary
 
 
-def _trained(session: Parts) -> str:
+def _trained(parts: Parts) -> str:
     """What was trained, in a few words."""
-    values = f"{len(session.arena.weights) / 1e6:.2f}M values"
-    if session.config.train.method != "lora":
-        start = "from scratch" if session.config.train.method == "scratch" else "every weight"
-        return f"{session.base.name}, {start}, {values}"
-    return f"LoRA of rank {session.lora.rank} on {session.base.name}, {values}"
+    values = f"{len(parts.arena.weights) / 1e6:.2f}M values"
+    if parts.config.train.method != "lora":
+        start = "from scratch" if parts.config.train.method == "scratch" else "every weight"
+        return f"{parts.base.name}, {start}, {values}"
+    return f"LoRA of rank {parts.lora.rank} on {parts.base.name}, {values}"

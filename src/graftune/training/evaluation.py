@@ -27,7 +27,7 @@ class Evaluation(Hook):
         report.phase("evaluating")
         counted = report.counted("validating", len(self.examples), "examples", state.check_stop_alone)
         with state.pausing_steps("evaluate"), counted as count, state.stop.interruptible():
-            result = state.session.evaluated(self.examples, on_progress=count)
+            result = state.parts.evaluated(self.examples, on_progress=count)
         report.evaluation(result, p.step, p.epoch)
         p.last_eval = p.step
         if p.step == 0:

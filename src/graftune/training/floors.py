@@ -21,54 +21,54 @@ if TYPE_CHECKING:
 KIND, MOST = "floors", 200
 
 
-def lacks(session: Parts) -> str:
+def lacks(parts: Parts) -> str:
     """Why there is no floor for these steps; empty: there is one."""
-    if session.runtime.device.type != "cuda":
+    if parts.runtime.device.type != "cuda":
         return "the floor is measured on CUDA devices"
-    if session.base.spec.experts:
+    if parts.base.spec.experts:
         return "there is no floor for a mixture of experts: which experts compute depends on the data"
-    if session.config.train.recompute != "none":
-        return f"there is no floor for recompute {session.config.train.recompute}: what is made again is not in it"
+    if parts.config.train.recompute != "none":
+        return f"there is no floor for recompute {parts.config.train.recompute}: what is made again is not in it"
     return ""
 
 
-def lacks_briefly(session: Parts) -> str:
+def lacks_briefly(parts: Parts) -> str:
     """The same in a few words, for the progress line of a run on CUDA."""
-    return lacks(session) and ("none (experts)" if session.base.spec.experts else "none (recompute)")
+    return lacks(parts) and ("none (experts)" if parts.base.spec.experts else "none (recompute)")
 
 
-def key_of(session: Parts, shape: Capacities) -> str:
+def key_of(parts: Parts, shape: Capacities) -> str:
     """Of everything that a floor depends on. How long single documents are is not part of it: attention is a small
     share, and a run has other documents in every batch."""
-    card = torch.cuda.get_device_name(session.runtime.device)
-    held = [session.placement.base_dtype, round(packed_bytes(session), 4), session.runtime.compute_name]
-    facts = [card, torch.__version__, repr(session.base.spec), held, session.config.train.method, list(shape)]
+    card = torch.cuda.get_device_name(parts.runtime.device)
+    held = [parts.placement.base_dtype, round(packed_bytes(parts), 4), parts.runtime.compute_name]
+    facts = [card, torch.__version__, repr(parts.base.spec), held, parts.config.train.method, list(shape)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def known(session: Parts, shape: Capacities | None) -> float | None:
+def known(parts: Parts, shape: Capacities | None) -> float | None:
     """Milliseconds of a micro-batch, if they were measured."""
-    if shape is None or lacks(session):
+    if shape is None or lacks(parts):
         return None
-    found = user_cache.recall(KIND).get(key_of(session, shape))
+    found = user_cache.recall(KIND).get(key_of(parts, shape))
     return float(found) if isinstance(found, int | float) and 0 < found < math.inf else None
 
 
-def work_of(session: Parts, shape: Capacities, lengths: tuple[int, ...]) -> Work:
+def work_of(parts: Parts, shape: Capacities, lengths: tuple[int, ...]) -> Work:
     """`lengths`: of the documents of one micro-batch, which add up to its tokens."""
     from graftune.step import floor
 
-    spec = session.base.spec
+    spec = parts.base.spec
     return floor.Work(
         floor.layers_of(spec),
         (spec.vocab, spec.width),
         shape.capacity,
         shape.max_rows,
         lengths,
-        full=session.config.train.method != "lora",
-        packed_bytes=packed_bytes(session),
-        fp8=session.placement.base_dtype == "fp8",
-        dtype=session.runtime.compute,
+        full=parts.config.train.method != "lora",
+        packed_bytes=packed_bytes(parts),
+        fp8=parts.placement.base_dtype == "fp8",
+        dtype=parts.runtime.compute,
     )
 
 
@@ -91,13 +91,13 @@ def measured(key: str, work: Work, device: torch.device, console: Console) -> fl
     return ms
 
 
-def packed_bytes(session: Parts) -> float:
+def packed_bytes(parts: Parts) -> float:
     """Bytes of a projection's value that each product dequantises; 0: products read the stored values."""
-    form = session.placement.format
+    form = parts.placement.format
     if form is not None:
         return form.value_bytes if form.dequantised else 0.0
     matrices = [
-        tensor for name, tensor in session.base.tensors.items() if name.startswith("layers.") and len(tensor.shape) == 2
+        tensor for name, tensor in parts.base.tensors.items() if name.startswith("layers.") and len(tensor.shape) == 2
     ]
     size = sum(tensor.nbytes for tensor in matrices) / max(1, sum(math.prod(tensor.shape) for tensor in matrices))
-    return size if size < session.runtime.compute.itemsize else 0.0
+    return size if size < parts.runtime.compute.itemsize else 0.0

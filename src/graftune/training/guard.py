@@ -116,7 +116,7 @@ class Guard(Hook):
         before are finite."""
         self._look_at_weights(state)
         self.halt_if_asked()
-        if state.progress.best_step < 0 and not checkpoint.is_sound(state.session.arena):
+        if state.progress.best_step < 0 and not checkpoint.is_sound(state.parts.arena):
             self.ends_not_finite = True
             raise Halted
 
@@ -143,8 +143,8 @@ class Guard(Hook):
         self._warn(state, WORSE, step, text + "makes the model worse on this data")
 
     def _look_at_weights(self, state: RunState) -> None:
-        session = state.session
-        self.check_moved(state, int(session.step.count), int(bit_sum(session.arena.weights)))
+        parts = state.parts
+        self.check_moved(state, int(parts.step.count), int(bit_sum(parts.arena.weights)))
 
     def check_moved(self, state: RunState, updates: int, bits: int) -> None:
         """`bits`: the sum of the bits of all trainable weights."""
@@ -167,7 +167,7 @@ class Guard(Hook):
 
     def halted(self, state: RunState) -> GraftuneError:
         """Leave the run so that it can be resumed, and return the error to raise. All ranks call it together."""
-        state.session.step.discard()
+        state.parts.step.discard()
         with state.ranks.busy("stopping"):
             if self.too_many:
                 found = _first_of_ranks(state, self._not_finite(state))
@@ -179,14 +179,14 @@ class Guard(Hook):
         return GraftuneError(what, where=str(state.folder), fix=fix)
 
     def _too_many_skipped(self, state: RunState, found: str) -> list[str]:
-        folder, session, before = self.checkpoints.folder, state.session, self._before(state)
-        if checkpoint.is_sound(session.arena):
-            checkpoint.save(folder, session.arena, before, self.checkpoints.identity, session.step.scaler)
+        folder, parts, before = self.checkpoints.folder, state.parts, self._before(state)
+        if checkpoint.is_sound(parts.arena):
+            checkpoint.save(folder, parts.arena, before, self.checkpoints.identity, parts.step.scaler)
         for step, path in checkpoint.steps(folder).items():
             if step > before.step:
                 remove_at_once(path)
         checkpoint.prune(folder, state.config.train.keep_last, before.best_step)
-        state.report.end(state.session, state.progress.step, "not finite")
+        state.report.end(state.parts, state.progress.step, "not finite")
         kept, first = self._newest(), self.first_skipped["step"]
         what = f"{self.skipped} updates in a row (steps {first} to {first + self.skipped - 1}) were skipped because "
         what += f"numbers were not finite: {found}; "
@@ -198,7 +198,7 @@ class Guard(Hook):
         return [what, f"{fix} (with max_skipped 0 it never stops for this)"]
 
     def _ended_not_finite(self, state: RunState) -> list[str]:
-        state.report.end(state.session, state.progress.step, "not finite")
+        state.report.end(state.parts, state.progress.step, "not finite")
         kept = self._newest()
         what = f"at the end, after step {state.progress.step}, the trained weights are not finite; "
         what += "there is no checkpoint" if kept is None else f"the last checkpoint is step {kept}"
@@ -206,7 +206,7 @@ class Guard(Hook):
 
     def _stopped_by_warning(self, state: RunState) -> list[str]:
         self.checkpoints.save(state)
-        state.report.end(state.session, state.progress.step, "warning")
+        state.report.end(state.parts, state.progress.step, "warning")
         what, kept = f"stopped at step {state.progress.step}, as stop_on_warning asks: {self.warning}", self._newest()
         saved = f"the last checkpoint is step {kept}; go on with {resume_command(state.folder)}"
         return [what, "start anew: there is no checkpoint" if kept is None else saved]
@@ -224,7 +224,7 @@ class Guard(Hook):
             step=step,
             epoch=epoch,
             epoch_step=step - sum(state.epoch_steps[:epoch]),
-            updates=int(state.session.step.count),
+            updates=int(state.parts.step.count),
             last_eval=min(p.last_eval, step),
             best_step=min(p.best_step, step),
         )
@@ -232,13 +232,13 @@ class Guard(Hook):
     def _not_finite(self, state: RunState) -> str:
         """Compute this rank's micro-batches of the first skipped step again. Returns what is not finite first, and in
         which rows of the data; empty: everything is finite."""
-        session, place, found_first = state.session, self._before(state), ""
+        parts, place, found_first = state.parts, self._before(state), ""
         bins, layout = self.loader.plan(place.epoch)[place.epoch_step], self.loader.layout
         for number in self.loader.bins(place.epoch, place.epoch_step):
             indices = bins[number] if number < len(bins) else []
             examples = take(self.loader.examples, indices)
             batch = pack(examples, layout=layout) if indices else pack_nothing(layout)
-            found = first_not_finite(session.step, batch.to(session.runtime.device), dropout_seed(place.step, number))
+            found = first_not_finite(parts.step, batch.to(parts.runtime.device), dropout_seed(place.step, number))
             if found is not None and not found_first:
                 documents = range(len(indices)) if found.documents is None else found.documents
                 rows = [examples[i].row for i in documents if i < len(indices)]

@@ -1,4 +1,4 @@
-"""What a run does besides its steps is done by hooks: each is a class in a file of its own that overrides some of the
+"""Hooks do everything in a run that is not a step: each is a class in a file of its own that overrides some of the
 methods below. A hook receives the state of the run, not the trainer, and never calls another hook by name.
 
 To add one: write its file, add it to the list in trainer.py, and test it with a made-up state.
@@ -69,9 +69,9 @@ class Hook:
 
 @dataclass
 class RunState:
-    """What hooks know of a run."""
+    """The state of a run that hooks receive."""
 
-    session: Parts
+    parts: Parts
     folder: Path
     ranks: SingleProcess
     report: Reporter  # the console and the log
@@ -83,7 +83,7 @@ class RunState:
 
     @property
     def config(self) -> Config:
-        return self.session.config
+        return self.parts.config
 
     @property
     def epoch_ends(self) -> bool:
@@ -91,7 +91,7 @@ class RunState:
 
     @contextmanager
     def pausing_steps(self, work: str) -> Iterator[None]:
-        """Around other work than steps. It is a named range in a trace, and hooks are told how long it took."""
+        """Around other work than steps. It is a named range in a trace, and each hook's `paused` gets its seconds."""
         began = time.perf_counter()
         with marked(work):
             yield

@@ -69,7 +69,7 @@ class Prepared:
     """A run that is ready for its first step."""
 
     folder: Path
-    session: Parts  # the parts of a Session: the trainer does not use the API's verbs
+    parts: Parts  # of a Session: the trainer does not use the verbs of the API
     data: RunData
     plan: Plan | None  # where memory is planned: on CUDA and on CPUs
     before: Config | None  # the settings so far of a run that is resumed
@@ -117,11 +117,11 @@ def prepare_run(
         folder = Path(ranks.from_lead(lambda: str(folder_for(config, path))))
         forget_peak()
         with console.working("loading the base"):
-            session = open_session(config, base=base, placement=job.placement if job else None, world=ranks.world).parts
+            parts = open_session(config, base=base, placement=job.placement if job else None, world=ranks.world).parts
     # A rank's own number is not stored: a resume may have other ranks.
-    stored = device.type if ranks.world is not None and asked in ("auto", "cuda") else session.config.base.device
-    session.config = session.config.replace(out=str(folder), device=stored)
-    return Prepared(folder, session, data, plan, before, ranks)
+    stored = device.type if ranks.world is not None and asked in ("auto", "cuda") else parts.config.base.device
+    parts.config = parts.config.replace(out=str(folder), device=stored)
+    return Prepared(folder, parts, data, plan, before, ranks)
 
 
 def _planned(
@@ -323,27 +323,27 @@ def training_job(
     return job
 
 
-def plan_session(session: Parts, data: Dataset | None, layout: BatchLayout, *, card: Card | None, free: int) -> None:
+def plan_session(parts: Parts, data: Dataset | None, layout: BatchLayout, *, card: Card | None, free: int) -> None:
     """Resolve recompute and the size of a micro-batch of an open session, for this data or (None) for any. `card` and
     `free`: the device before the base was loaded, since a plan counts the base too."""
-    config, device = session.config, session.runtime.device
+    config, device = parts.config, parts.runtime.device
     if device.type not in PLANNED_ON:
         return
     base = open_base(config.base.base, config.base.revision, weights=config.train.method != "scratch")
     training = None if data is None else data.examples
     longest = config.data.max_seq_len if training is None else largest(training, layout)
-    job = training_job(config, base, session.runtime, card, free, longest, training, loss=session.loss, layout=layout)
-    job.loaded(session.placement.fixed)
-    with compiled_ahead(device, session.say) as job.launched:
+    job = training_job(config, base, parts.runtime, card, free, longest, training, loss=parts.loss, layout=layout)
+    job.loaded(parts.placement.fixed)
+    with compiled_ahead(device, parts.say) as job.launched:
         plan = resolve_auto(job)
     asked = config.train.tokens_per_micro_batch  # a longer example has a micro-batch of its own
-    session.config = config.replace(recompute=plan.recompute, tokens_per_micro_batch=asked or plan.capacity)
-    session.say(
+    parts.config = config.replace(recompute=plan.recompute, tokens_per_micro_batch=asked or plan.capacity)
+    parts.say(
         f"planned: recompute {plan.recompute}, micro-batches of {asked or plan.capacity} tokens; "
         f"training needs {human_bytes(plan.needed)} of {human_bytes(plan.free)}"
     )
     for note in plan.notes:
-        session.say(note)
+        parts.say(note)
 
 
 @contextmanager

@@ -65,7 +65,7 @@ class Preview(Hook):
 
     def _write(self, state: RunState) -> None:
         try:
-            write_preview(state.folder / PREVIEW, self._examples, state.session.tokenizer)
+            write_preview(state.folder / PREVIEW, self._examples, state.parts.tokenizer)
         except OSError as error:
             self._failed = error.strerror or str(error)
 

@@ -43,20 +43,20 @@ def profile(config: Config, console: Console, steps: int) -> Profile:
 
 def _profile(prepared: Prepared, console: Console, steps: int) -> Profile:
     send = Sender(prepared)
-    session = prepared.session
-    device = session.runtime.device
+    parts = prepared.parts
+    device = parts.runtime.device
     with console.working("profiling steps"):
-        found = profiled(session.pipeline, send, device, steps)
-    found.facts |= facts_of(session, send.shape)
+        found = profiled(parts.pipeline, send, device, steps)
+    found.facts |= facts_of(parts, send.shape)
     found.facts["shape"] |= {"micro_batches": send.micro_batches / send.sent, "tokens": send.tokens / send.sent}
     with console.working("timing an evaluation and a checkpoint"):
         found.beside = _beside(prepared)
-    why = floors.lacks(session)
+    why = floors.lacks(parts)
     if why or send.shape is None:
         found.facts["floor_note"] = why
         return found
-    key, work = floors.key_of(session, send.shape), floors.work_of(session, send.shape, send.lengths)
-    del session, prepared
+    key, work = floors.key_of(parts, send.shape), floors.work_of(parts, send.shape, send.lengths)
+    del parts, prepared
     send.close()
     gc.collect()
     torch.cuda.empty_cache()
@@ -69,10 +69,10 @@ class Sender:
     """Sends one step after the other over the training data, from the beginning again where it ends."""
 
     def __init__(self, prepared: Prepared):
-        session = prepared.session
-        self.session, self.config = session, session.config
-        self.loader = session.loader(prepared.data.training.examples)
-        self.shape = session.fix_shape(self.loader, self.config.train.epochs)
+        parts = prepared.parts
+        self.parts, self.config = parts, parts.config
+        self.loader = parts.loader(prepared.data.training.examples)
+        self.shape = parts.fix_shape(self.loader, self.config.train.epochs)
         self.steps = self._steps()
         self.sent = self.tokens = self.micro_batches = 0
         self.lengths = self._lengths()
@@ -82,8 +82,8 @@ class Sender:
         loader, optim = self.loader, self.config.optim
         hyper = hyperparameters(optim, divisor=loader.divisor(epoch, place))
         seeds = [dropout_seed(self.sent, number) for number in loader.bins(epoch, place)]
-        self.session.pipeline.step(micro_batches, hyper, seeds)
-        self.session.pipeline.finished()
+        self.parts.pipeline.step(micro_batches, hyper, seeds)
+        self.parts.pipeline.finished()
         self.sent += 1
         self.tokens += loader.counts(epoch, place)[0]
         self.micro_batches += len(micro_batches)
@@ -99,26 +99,26 @@ class Sender:
     def close(self) -> None:
         """Let go of the model and of the device's memory."""
         self.steps.close()
-        self.session.close()
+        self.parts.close()
 
     def _steps(self) -> Generator[tuple[int, int, list[Any]], None, None]:
         while True:
             for epoch in range(math.ceil(self.config.train.epochs)):
-                for place, staged in enumerate(self.loader.epoch(epoch, 0, self.session.pipeline.stage)):
+                for place, staged in enumerate(self.loader.epoch(epoch, 0, self.parts.pipeline.stage)):
                     yield epoch, place, staged
 
 
 def _beside(prepared: Prepared) -> dict[str, float]:
     """Milliseconds of what a run does between steps."""
-    session, found = prepared.session, dict[str, float]()
+    parts, found = prepared.parts, dict[str, float]()
     examples = prepared.data.validation.examples[:EVALUATED]
     if len(examples):
-        if session.captured:
-            session.evaluated(examples)  # its shape is a new one: kernels and plans are made for it
-        found[f"evaluation of {len(examples)} examples"] = _ms(lambda: session.evaluated(examples))
+        if parts.fixed_shapes:
+            parts.evaluated(examples)  # its shape is a new one: kernels and plans are made for it
+        found[f"evaluation of {len(examples)} examples"] = _ms(lambda: parts.evaluated(examples))
     with tempfile.TemporaryDirectory() as folder:
-        save = session.step.scaler
-        found["checkpoint"] = _ms(lambda: checkpoint.save(Path(folder), session.arena, Progress(), {}, save))
+        save = parts.step.scaler
+        found["checkpoint"] = _ms(lambda: checkpoint.save(Path(folder), parts.arena, Progress(), {}, save))
     return found
 
 

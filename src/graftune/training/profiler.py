@@ -157,16 +157,16 @@ def _plain(send: Send, clock: Clock) -> float:
     return clock.ms(began, ended)
 
 
-def facts_of(session: Parts, shape: Capacities | None) -> dict[str, Any]:
+def facts_of(parts: Parts, shape: Capacities | None) -> dict[str, Any]:
     """The facts of the machine and of the model in a profile."""
-    settings, runtime = session.config.train, session.runtime
+    settings, runtime = parts.config.train, parts.runtime
     found: dict[str, Any] = {"tokens_per_micro_batch": settings.tokens_per_micro_batch}
     if shape is not None:
         found |= {"documents": shape.max_docs, "longest": shape.longest, "response_rows": shape.max_rows}
     return {
         "device": runtime.device.type,
         "gpu": runtime.describe(),
-        "model": session.base.name,
+        "model": parts.base.name,
         "method": settings.method,
         "recompute": settings.recompute,
         "shape": found,
@@ -181,12 +181,12 @@ def first_profiled(every: int, done: int) -> int:
 class ProfiledSteps(Hook):
     """For runs of one process: a capture more on one of several ranks would leave the others behind."""
 
-    def __init__(self, session: Parts, shape: Capacities | None):
-        loop, self.layers = session.pipeline, len(session.base.spec.layers)
+    def __init__(self, parts: Parts, shape: Capacities | None):
+        loop, self.layers = parts.pipeline, len(parts.base.spec.layers)
         self.captured = loop.graph
-        self.floor_ms = floors.known(session, shape)
-        facts = facts_of(session, shape) | {"captured": self.captured}
-        self.recorder = Recorder(spans.clock_for(session.runtime.device), Profile(facts=facts), MOST)
+        self.floor_ms = floors.known(parts, shape)
+        facts = facts_of(parts, shape) | {"captured": self.captured}
+        self.recorder = Recorder(spans.clock_for(parts.runtime.device), Profile(facts=facts), MOST)
         self.left: list[StampTurn] = []  # of this occasion
         self.timeline: Timeline | None = None
         self.plain: Any = None  # the stamp before a step that is timed plain
@@ -301,7 +301,7 @@ class Trace(Hook):
             note(f"trace: {path} (open it in ui.perfetto.dev)")
 
         self.profiler = torch.profiler.profile(
-            activities=[kinds.CPU, *([kinds.CUDA] if state.session.runtime.device.type == "cuda" else [])],
+            activities=[kinds.CPU, *([kinds.CUDA] if state.parts.runtime.device.type == "cuda" else [])],
             schedule=torch.profiler.schedule(wait=UNTRACED, warmup=1, active=steps, repeat=1),
             on_trace_ready=write,
         )

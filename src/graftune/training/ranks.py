@@ -86,7 +86,7 @@ class SingleProcess:
     def finished(self, figures: Figures) -> None:
         """A step has finished."""
 
-    def spread(self, session: Parts, progress: Progress) -> Progress:
+    def spread(self, parts: Parts, progress: Progress) -> Progress:
         """Copy rank 0's state, which it may have read from a checkpoint, to every rank."""
         return progress
 
@@ -175,13 +175,13 @@ class Distributed(SingleProcess):
                 BUG,
             )
 
-    def spread(self, session: Parts, progress: Progress) -> Progress:
-        arena, scaler = session.arena, session.step.scaler
+    def spread(self, parts: Parts, progress: Progress) -> Progress:
+        arena, scaler = parts.arena, parts.step.scaler
         for tensor in (arena.weights, arena.m, arena.v, *([] if scaler is None else [scaler.state])):
             self.world.spread(tensor)
         arena.publish()
         found = Progress(**self.world.from_lead(asdict(progress)))
-        session.step.count.fill_(found.updates)
+        parts.step.count.fill_(found.updates)
         return found
 
     def until_done(self) -> None:

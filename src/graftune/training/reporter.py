@@ -49,13 +49,13 @@ class LiveSpeed:
         return Amounts(self.flops(facts["tokens"], facts["response_tokens"]), floor, idle)
 
 
-def live_speed(session: Parts, examples: Sequence[Example], shape: Capacities | None) -> LiveSpeed:
-    full = session.config.train.method != "lora"
-    flops = StepFlops.of(session.base.spec, lengths_of(examples), full=full)
-    if session.runtime.device.type != "cuda":
+def live_speed(parts: Parts, examples: Sequence[Example], shape: Capacities | None) -> LiveSpeed:
+    full = parts.config.train.method != "lora"
+    flops = StepFlops.of(parts.base.spec, lengths_of(examples), full=full)
+    if parts.runtime.device.type != "cuda":
         return LiveSpeed(flops)
-    known, loop = floors.known(session, shape), session.pipeline
-    without = f"floor: {floors.lacks_briefly(session) or 'not measured (graftune profile RUN)'}"
+    known, loop = floors.known(parts, shape), parts.pipeline
+    without = f"floor: {floors.lacks_briefly(parts) or 'not measured (graftune profile RUN)'}"
     return LiveSpeed(flops, known, "" if known else without, lambda: loop.waited)
 
 
@@ -104,10 +104,10 @@ class Reporter:
             compiles = self.device.type == "cuda" and not self.host_seconds
             self.phase("compiling" if compiles else "training")
 
-    def sent(self, session: Parts, step: int) -> None:
+    def sent(self, parts: Parts, step: int) -> None:
         """Report what the first batch of a shape has decided: the fastest attention, and one more capture."""
-        backend, captures = session.step.backend, session.pipeline.captures
-        if backend != (self._attention or session.attention.backend):
+        backend, captures = parts.step.backend, parts.pipeline.captures
+        if backend != (self._attention or parts.attention.backend):
             self.console.note(f"attention: {backend}, timed as the fastest on these documents")
         if captures > max(1, self._captures):
             self.console.warn(f"step {step}: captured again, for batches of another shape")
@@ -192,22 +192,22 @@ class Reporter:
         """The terminal is gone: from here on only the log is written."""
         self.console, self.bar = Console(quiet=True), WorkProgress(self.total)
 
-    def end(self, session: Parts, step: int, stopped: str, **more: Any) -> None:
+    def end(self, parts: Parts, step: int, stopped: str, **more: Any) -> None:
         """Log the end of a run that was stopped, and draw its pictures."""
-        self.log.emit("run_end", step=step, stopped=stopped, **more, **self.cost(session))
+        self.log.emit("run_end", step=step, stopped=stopped, **more, **self.cost(parts))
         self.plot()
 
     def plot(self) -> None:
         """Draw the picture and write the report of the run as it ended or was stopped."""
         write_pictures(self.log.path.parent, self.live_plot, self.console.warn)
 
-    def cost(self, session: Parts) -> dict[str, Any]:
+    def cost(self, parts: Parts) -> dict[str, Any]:
         """Host time of a step, captures, the attention backend and, on a GPU, the peak of its memory."""
         median = statistics.median(self.host_seconds) * 1000 if self.host_seconds else None
-        cost: dict[str, Any] = {"captures": session.pipeline.captures, "host_ms": median}
+        cost: dict[str, Any] = {"captures": parts.pipeline.captures, "host_ms": median}
         if self.device.type == "cuda":
             cost["peak_device_memory"] = device_bytes(self.device).peak
-        return cost | {"attention": session.step.backend}
+        return cost | {"attention": parts.step.backend}
 
 
 def live_plot_of(folder: Path) -> LivePlot:

@@ -8,13 +8,12 @@ field or default of a later version would break, and which cannot name what diff
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,28 +142,25 @@ def identity(config: Config, base: Base, data: str, examples: str) -> dict[str, 
     flat = config.flat()
     settings = {name: flat[name] for name in settings_that("fixed")}
     settings["device"] = str(settings["device"]).partition(":")[0]  # which of several GPUs it is decides nothing
-    spec = json.dumps(beyond_defaults(base.spec), sort_keys=True)
     return {
+        "format": checkpoint.FORMAT,
         "data": data,
         "tokenizer or template": examples,
-        "base": f"{base.sha256}-{hashlib.sha256(spec.encode()).hexdigest()}",
+        "base": f"{base.sha256}-{hashlib.sha256(repr(base.spec).encode()).hexdigest()}",
         "settings": settings,
     }
 
 
-def beyond_defaults(value: Any) -> Any:
-    """The fields of a dataclass that are not at their default. So a field that a later version adds does not change the
-    identity of models that do not use it."""
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [beyond_defaults(item) for item in value]
-    if not dataclasses.is_dataclass(value):
-        return value
-    found = {}
-    for field in dataclasses.fields(value):
-        held = getattr(value, field.name)
-        default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-        if default is dataclasses.MISSING or held != default:
-            found[field.name] = beyond_defaults(held)
+def find_checkpoint(
+    folder: Path, identity: Identity, epoch_steps: Sequence[int], warn: Callable[[str], None]
+) -> Path | None:
+    """The checkpoint that a resume goes on from; None if there is none. A run that was started with other inputs is
+    refused here, before anything is written to its log."""
+    found, log = checkpoint.newest_whole(folder / "checkpoints", identity, epoch_steps, warn), folder / "metrics.jsonl"
+    if found is None and log.exists():
+        starts = [event for event in read_events(log, kinds=["run_start"]) if event["event"] == "run_start"]
+        if starts:
+            checkpoint.check_identity(identity, starts[-1], folder)
     return found
 
 
@@ -172,11 +168,11 @@ def write_start(
     state: RunState, training: Dataset, plan: Plan | None, identity: Identity, shape: Capacities | None
 ) -> None:
     """Write a new folder: the log's first line, the plan and, last, the configuration, which makes it a run."""
-    session = state.session
+    parts = state.parts
     if state.ranks.leads:
-        facts: dict[str, Any] = {"command": typed_command(), **computed_by(session)}
+        facts: dict[str, Any] = {"command": typed_command(), **computed_by(parts)}
         facts |= {"examples": len(training), "encoded": training.examples.store.header.get("key", "")}
-        trainable = len(session.arena.weights)
+        trainable = len(parts.arena.weights)
         state.report.log.emit("run_start", **facts, **identity, steps=state.total, trainable=trainable)
         if plan is not None:
             write_file(state.folder / "plan.json", json.dumps(plan.document(), indent=1) + "\n")
@@ -184,25 +180,27 @@ def write_start(
     _report_start(state, shape)
 
 
-def resume_folder(state: RunState, checkpoints: Checkpoints, before: Length, shape: Capacities | None) -> None:
-    """Load the newest checkpoint on rank 0 and share it with the others. `before`: the run's length so far."""
+def resume_folder(
+    state: RunState, checkpoints: Checkpoints, found: Path | None, before: Length, shape: Capacities | None
+) -> None:
+    """Load the checkpoint that was found on rank 0 and share it with the others. `before`: the run's length so far."""
     events: list[Event] = []
     if state.ranks.leads:
-        events = _read_folder(state, checkpoints, before, shape)
-    state.progress = state.ranks.spread(state.session, state.progress)
+        events = _read_folder(state, checkpoints, found, before, shape)
+    state.progress = state.ranks.spread(state.parts, state.progress)
     for hook in state.hooks:
         hook.resumed(state, events)
 
 
-def _read_folder(state: RunState, checkpoints: Checkpoints, before: Length, shape: Capacities | None) -> list[Event]:
+def _read_folder(
+    state: RunState, checkpoints: Checkpoints, found: Path | None, before: Length, shape: Capacities | None
+) -> list[Event]:
     """The events of the log, after the checkpoint was loaded and the resume was logged."""
     report, console = state.report, state.report.console
-    found = checkpoints.restore(state, before.epoch_steps)
+    if found is not None:
+        checkpoints.restore(state, found)
     events = read_events(state.folder / "metrics.jsonl")
-    starts = [event for event in events if event["event"] == "run_start"]
-    if not found and starts:
-        checkpoint.check_identity(checkpoints.identity, starts[-1], state.folder)
-    now = computed_by(state.session)
+    now = computed_by(state.parts)
     changes = changed_since(now, events)
     report.log.emit("resume", step=state.progress.step, **now)
     _report_start(state, shape)
@@ -228,12 +226,12 @@ def _keep_changes(state: RunState, checkpoints: Checkpoints, before: Length) -> 
         stored.replace(**kept).save(state.folder / "config.yaml")
 
 
-def computed_by(session: Parts) -> dict[str, str]:
+def computed_by(parts: Parts) -> dict[str, str]:
     """What else decides the last bits of a run's numbers: versions, device and attention. Logged at every start."""
-    runtime = session.runtime
+    runtime = parts.runtime
     on_cpu = {"cpu": torch.backends.cpu.get_cpu_capability()} if runtime.device.type == "cpu" else {}
     versions = {"graftune": __version__, "torch": str(torch.__version__)}
-    return versions | {"device": runtime.describe(why=False), "attention": session.attention.backend} | on_cpu
+    return versions | {"device": runtime.describe(why=False), "attention": parts.attention.backend} | on_cpu
 
 
 def changed_since(now: dict[str, str], events: Sequence[Event]) -> str:
@@ -260,16 +258,16 @@ def typed_command() -> str:
 
 def _report_start(state: RunState, shape: Capacities | None) -> None:
     """Print what was found and chosen, before the first step. `shape`: of every micro-batch, where it is fixed."""
-    session, console = state.session, state.report.console
-    spec, arena, settings = session.base.spec, session.arena, session.config.train
-    console.note(f"base: {session.base.name} ({spec.family}, {spec.parameters / 1e6:.0f}M parameters)")
-    console.note(f"device: {session.runtime.describe()}")
-    console.note(f"attention: {session.attention.backend} ({session.attention.why})")
-    console.note(f"frozen weights: {session.placement.describe()}")
+    parts, console = state.parts, state.report.console
+    spec, arena, settings = parts.base.spec, parts.arena, parts.config.train
+    console.note(f"base: {parts.base.name} ({spec.family}, {spec.parameters / 1e6:.0f}M parameters)")
+    console.note(f"device: {parts.runtime.describe()}")
+    console.note(f"attention: {parts.attention.backend} ({parts.attention.why})")
+    console.note(f"frozen weights: {parts.placement.describe()}")
     console.note(
         f"trained: {len(arena.weights) / 1e6:.2f}M values, {human_bytes(arena.nbytes)} with gradients and moments"
     )
-    ranks = f", divided among {session.share.size} ranks" if session.share.size > 1 else ""
+    ranks = f", divided among {parts.share.size} ranks" if parts.share.size > 1 else ""
     console.note(
         f"{counted(state.total, 'step')} of up to {settings.tokens_per_step} tokens in micro-batches of "
         f"{settings.tokens_per_micro_batch}{ranks}; run folder {state.folder}"

@@ -72,12 +72,12 @@ class Questions:
         """Identifies the prompts and the longest answer: stored answers are used for exactly these."""
         return hashlib.sha256(json.dumps([self.length, *(q.prompt for q in self.questions)]).encode()).hexdigest()
 
-    def ask(self, session: Parts, count: int, *, adapted: bool, between: Callable[[int], None]) -> list[str]:
+    def ask(self, parts: Parts, count: int, *, adapted: bool, between: Callable[[int], None]) -> list[str]:
         """Answer the first `count` questions greedily, as many at once as fit the cache. `between` is called with the
         number of answers so far."""
         prompts = [question.prompt for question in self.questions[:count]]
         how = Sampling(max_new_tokens=self.length, stop_ids=self.stops)
-        answers = text.sampled(session, prompts, how, adapted=adapted, on_progress=between)
+        answers = text.sampled(parts, prompts, how, adapted=adapted, on_progress=between)
         return [answer.text for answer in answers]
 
     def known(self, event: Mapping[str, Any]) -> list[str]:
@@ -162,12 +162,12 @@ class Samples(Hook):
         label, check = f"asking {whom} about unseen prompts", _stay if _together(state) else state.check_stop
         counted = state.report.counted(label, count, "answers", check)
         with state.pausing_steps("samples"), counted as between, state.stop.interruptible():
-            return self.questions.ask(state.session, count, adapted=adapted, between=between)
+            return self.questions.ask(state.parts, count, adapted=adapted, between=between)
 
 
 def _together(state: RunState) -> bool:
     """Whether every forward pass needs all ranks."""
-    return state.session.placement.ranks > 0
+    return state.parts.placement.ranks > 0
 
 
 def _stay() -> None:

@@ -37,7 +37,7 @@ from graftune.training.prepare import Prepared
 from graftune.training.preview import Preview
 from graftune.training.profiler import ProfiledSteps, Trace
 from graftune.training.reporter import Reporter, live_speed
-from graftune.training.resume import identity, resume_folder, run_length, write_start
+from graftune.training.resume import find_checkpoint, identity, resume_folder, run_length, write_start
 from graftune.training.samples import Samples
 from graftune.training.signals import HANGUP, Interrupted, SignalWatch
 from graftune.training.trackers import Callback, Callbacks, Trackers
@@ -61,22 +61,24 @@ class Trainer:
     """One training run in its folder."""
 
     def __init__(self, prepared: Prepared, console: Console, callbacks: Sequence[Callback] = ()):
-        self.prepared, self.session = prepared, prepared.session
-        session, config, ranks = prepared.session, prepared.session.config, prepared.ranks
-        self.loader = session.loader(prepared.data.training.examples)
-        self.shape = session.fix_shape(self.loader, config.train.epochs)
-        self.step, self.pipeline = session.step, session.pipeline
+        self.prepared, self.parts = prepared, prepared.parts
+        parts, config, ranks = prepared.parts, prepared.parts.config, prepared.ranks
+        self.loader = parts.loader(prepared.data.training.examples)
+        self.shape = parts.fix_shape(self.loader, config.train.epochs)
+        self.step, self.pipeline = parts.step, parts.pipeline
         self.length = run_length(self.loader, config.train)
         self.length_before = run_length(self.loader, prepared.before.train) if prepared.before else self.length
-        log = EventLog(prepared.folder / "metrics.jsonl" if ranks.leads else os.devnull, self._tell_event)
-        live = live_speed(session, prepared.data.training.examples, self.shape)
-        report = Reporter(console, log, self.length.total, session.runtime.device, prepared.plan, live)
-        epoch_steps = max(self.length.epoch_steps, self.length_before.epoch_steps, key=len)
-        self.state = RunState(session, prepared.folder, ranks, report, self.length.total, epoch_steps)
         data = prepared.data.training.sha256 + (prepared.data.validation.sha256 if config.data.eval_data else "")
-        self.checkpoints = Checkpoints(
-            prepared.folder / "checkpoints", identity(config, session.base, data, prepared.data.examples_sha256)
-        )
+        same = identity(config, parts.base, data, prepared.data.examples_sha256)
+        self.found: Path | None = None  # the checkpoint to go on from
+        if prepared.before is not None and ranks.leads:
+            self.found = find_checkpoint(prepared.folder, same, self.length_before.epoch_steps, console.warn)
+        log = EventLog(prepared.folder / "metrics.jsonl" if ranks.leads else os.devnull, self._tell_event)
+        live = live_speed(parts, prepared.data.training.examples, self.shape)
+        report = Reporter(console, log, self.length.total, parts.runtime.device, prepared.plan, live)
+        epoch_steps = max(self.length.epoch_steps, self.length_before.epoch_steps, key=len)
+        self.state = RunState(parts, prepared.folder, ranks, report, self.length.total, epoch_steps)
+        self.checkpoints = Checkpoints(prepared.folder / "checkpoints", same)
         self.guard = Guard(self.loader, self.checkpoints, config.run.max_skipped, config.run.stop_on_warning)
         self._around_step: Callable[[], AbstractContextManager[None]] = nullcontext
         self.hooks = self.state.hooks = self._hooks(callbacks)
@@ -85,7 +87,7 @@ class Trainer:
 
     def _hooks(self, callbacks: Sequence[Callback]) -> list[Hook]:
         """In the order in which they are called."""
-        prepared, state, run = self.prepared, self.state, self.session.config.run
+        prepared, state, run = self.prepared, self.state, self.parts.config.run
         leads, console = state.ranks.leads, state.report.console
         hooks: list[Hook] = [Preview(prepared.data.training.examples)]
         if run.trace_steps and leads:
@@ -93,7 +95,7 @@ class Trainer:
         if run.profile_every and state.ranks.world is not None:
             console.warn("profile_every is for one process: the steps of several ranks are not profiled")
         elif run.profile_every:
-            profiled = ProfiledSteps(self.session, self.shape)
+            profiled = ProfiledSteps(self.parts, self.shape)
             self._around_step = profiled.around_step
             hooks.append(profiled)
         if prepared.data.questions.questions:
@@ -104,7 +106,7 @@ class Trainer:
         if callbacks:
             hooks.append(Callbacks(callbacks))
         if run.track != "none" and leads:
-            settings = self.session.config.flat()
+            settings = self.parts.config.flat()
             hooks.append(Trackers(Tracking(run.track, state.folder, settings, console.warn, state.epoch_steps)))
         return hooks
 
@@ -115,7 +117,7 @@ class Trainer:
 
     def resume(self) -> None:
         """Go on in an existing folder from the latest whole checkpoint, or from the beginning if there is none yet."""
-        resume_folder(self.state, self.checkpoints, self.length_before, self.shape)
+        resume_folder(self.state, self.checkpoints, self.found, self.length_before, self.shape)
 
     def go(self) -> TrainResult:
         state = self.state
@@ -171,7 +173,7 @@ class Trainer:
                 hook.stop(state)
 
     def _ended(self) -> str:
-        p, patience = self.state.progress, self.session.config.train.patience
+        p, patience = self.state.progress, self.parts.config.train.patience
         if p.step >= self.state.total:
             return "finished"
         return "early stop" if patience and p.stale >= patience else ""
@@ -195,7 +197,7 @@ class Trainer:
 
     def _send(self, micro_batches: list[Any]) -> None:
         """Send a step to the device. Its figures are asked for later."""
-        state, report, p, optim = self.state, self.state.report, self.state.progress, self.session.config.optim
+        state, report, p, optim = self.state, self.state.report, self.state.progress, self.parts.config.optim
         lr = learning_rate(p.step, state.total, optim)
         tokens, responses = self.loader.counts(p.epoch, p.epoch_step)
         hyper = hyperparameters(optim, lr=lr, divisor=self.loader.divisor(p.epoch, p.epoch_step))
@@ -210,7 +212,7 @@ class Trainer:
         with nullcontext() if report.host_seconds else marked("first step"), self._around_step():
             self.pipeline.step(micro_batches, hyper, dropout_seeds, facts, state.check_stop_alone)
         p.step, p.epoch_step = p.step + 1, p.epoch_step + 1
-        report.sent(self.session, p.step)
+        report.sent(self.parts, p.step)
         for hook in self.hooks:
             hook.step_sent(state, len(micro_batches))
 
@@ -263,10 +265,10 @@ class Trainer:
         """On a GPU the host only sends work, which takes no time to speak of: nothing is given up there. Of several
         ranks none leaves a step that others have begun."""
         state, alone = self.state, self.state.ranks.world is None
-        on_cpu = self.session.runtime.device.type == "cpu"
+        on_cpu = self.parts.runtime.device.type == "cpu"
         return SignalWatch(
             state.stop.note,
-            within=self.session.config.run.stop_within if alone and on_cpu else 0.0,
+            within=self.parts.config.run.stop_within if alone and on_cpu else 0.0,
             overdue=self._give_up,
             lost=lambda: self.checkpoints.lost(state),
             continued=lambda seconds: state.report.meter.leave_out(seconds),
@@ -288,4 +290,4 @@ class Trainer:
         if not self.closing:  # by then the arena may hold the best step's weights
             self.checkpoints.save(state)
         if state.ranks.leads:
-            state.report.end(self.session, state.progress.step, "interrupted", signal=int(number))
+            state.report.end(self.parts, state.progress.step, "interrupted", signal=int(number))

@@ -34,6 +34,9 @@ from graftune.weights.finite import is_finite
 
 STATE, TENSORS = "state.json", "state.safetensors"
 BUFFERS = {"weights", "m", "v"}  # of the arena
+# Of a run's identity. Raise it when an unfinished run of an earlier version cannot be continued: when its digests are
+# computed in another way, as after a new field of ModelSpec, or its settings have another meaning.
+FORMAT = 2
 DAMAGED = ".damaged"  # appended to the name of a damaged checkpoint
 _PIECE = 1 << 26  # bytes that one thread hashes at a time
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
@@ -273,6 +276,12 @@ def load(
 def check_identity(now: Identity, stored: Identity, folder: Path) -> None:
     """Refuses to continue with other inputs than the run was started with. Settings are compared by name, so that a
     setting added by a later version does not prevent a resume."""
+    if "format" in now and stored.get("format") != now["format"]:
+        raise GraftuneError(
+            "this run was written by an earlier version of graftune, and this version cannot continue it",
+            where=str(folder),
+            fix="resume it with that version, or start a new run",
+        )
     for key, value in now.items():
         had = stored.get(key)
         if key == "settings" and isinstance(value, dict) and isinstance(had, dict):
