@@ -186,7 +186,7 @@ def test_bytes_that_are_not_utf8_spoil_their_line_only(tmp_path: Path) -> None:
         ("d.json", b"[]", "holds no rows"),
         ("d.json", b'{"a": 1}', "not a list of records"),
         ("d.json", b'[{"text": "a"},]', "broken JSON at line 1"),
-        ("d.json", b'{"text":\n"a"}\n{"text":\n"b"}', r"more than one JSON value \(line 3\)"),
+        ("d.json", b'{"text":\n"a"}\n{"text":\n"b"}', r"broken JSON at line 3, column 1 \(Extra data\)"),
         ("d.json", b'["\xe9", "\xc3\xa9"]', "not UTF-8"),
         ("d.txt", b"hello", r"unknown kind of data file \(\.txt\)"),
         ("data", b"hello", "no extension"),

@@ -35,16 +35,13 @@ def read_parquet(
             if unused:
                 note(f"columns of {file.shown} that hold no text are not used: {', '.join(map(plain, unused))}")
             number, left = 0, int(max_unpacked * 2**30)
-            groups = (table.metadata.row_group(i).total_byte_size for i in range(table.metadata.num_row_groups))
-            if sum(groups) > left:
-                raise too_large(file.shown, max_unpacked)
             for batch in table.iter_batches(batch_size=BATCH, columns=names):
-                left -= batch.nbytes  # what the file says of itself may be untrue
+                left -= batch.nbytes
                 if left < 0:
                     raise too_large(file.shown, max_unpacked)
-                for value in _records(batch, pyarrow.ArrowException):
+                for place in range(batch.num_rows):
                     number += 1
-                    yield number, value
+                    yield number, _record(batch.schema.names, batch.columns, place, pyarrow.ArrowException)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise GraftuneError(
@@ -67,26 +64,12 @@ def _columns(schema: Any, types: Any, where: str) -> tuple[list[str], list[str]]
     return names, left
 
 
-def _records(batch: Any, failure: type[Exception]) -> Iterator[dict[str, Any] | Refusal]:
-    """The rows of a batch. If one cannot be converted, they are converted value by value to name the column."""
-    try:
-        records = batch.to_pylist()
-    except (failure, ValueError, OverflowError, RecursionError):
-        records = [_record(batch.slice(place, 1), failure) for place in range(batch.num_rows)]
-    for record in records:
-        try:
-            if not isinstance(record, Refusal):
-                record = {name: _without_none(value) for name, value in record.items()}
-            yield record
-        except UnicodeDecodeError:
-            yield Refusal("not UTF-8", "in a column of raw bytes")
-
-
-def _record(row: Any, failure: type[Exception]) -> dict[str, Any] | Refusal:
+def _record(names: list[str], columns: list[Any], place: int, failure: type[Exception]) -> dict[str, Any] | Refusal:
+    """One row of a batch, value by value, so that a value which cannot be converted refuses its row only."""
     found = {}
-    for name, column in zip(row.schema.names, row.columns, strict=True):
+    for name, column in zip(names, columns, strict=True):
         try:
-            found[name] = column[0].as_py()
+            found[name] = _without_none(column[place].as_py())
         except (failure, ValueError, OverflowError, RecursionError) as error:
             return Refusal("a value that cannot be read", f"in column {name!r} ({type(error).__name__})")
     return found

@@ -1,8 +1,9 @@
 """Files -> rows: numbered, parsed, not yet understood. One small reader per format.
 
 A bad row never stops a reader: it comes out as the reason why there is none. Only what spoils the whole file (not a
-table, cut off, wrong encoding) is an error. All readers stream, so memory does not grow with the number of rows. A
-data-frame library would read these formats in fewer lines, but it guesses types and forgets line numbers.
+table, cut off, wrong encoding) is an error. Readers stream, so memory does not grow with the number of rows; only a
+file that is one JSON value is read whole. A data-frame library would read these formats in fewer lines, but it guesses
+types and forgets line numbers.
 
 Row numbers: the line in JSON lines (blank lines count, but are not rows), the record's place from 1 elsewhere.
 """
@@ -14,17 +15,17 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from io import TextIOBase
 from typing import Any
 
 from graftune.data.columns import KNOWN, normal
 from graftune.data.row import Refusal, SourceFile, quoted, type_name
-from graftune.data.streams import CHUNK, MAX_UNPACKED, TextFile, binary_of, format_of, look, text_of
+from graftune.data.streams import MAX_UNPACKED, TextFile, binary_of, format_of, look, text_of
 from graftune.errors import GraftuneError
 
 Note = Callable[[str], None]
 Numbered = Iterator[tuple[int, dict[str, Any] | Refusal]]
 LONGEST, LONGEST_HEADER = 256 << 20, 1 << 18  # bytes or characters of one row, and of the names of columns
+LARGEST_JSON = 4 << 30  # characters of a file that is one JSON value
 WRAPPERS = ("data", "train", "rows", "examples", "records", "instances", "items")
 
 
@@ -46,16 +47,14 @@ def read(file: SourceFile, note: Note, max_unpacked: float = MAX_UNPACKED) -> Nu
         yield from _read_csv(opened, kind, note)
         return
     is_lines, is_list = _shape(opened)
-    if is_list:
-        if kind != ".json":
-            note(f"{file.shown} holds one JSON list, not one object per line, and was read as such")
-        yield from _read_list(opened)
-    elif is_lines or kind != ".json":
-        if kind == ".json":
-            note(f"{file.shown} holds one JSON object per line and was read as JSON lines")
+    if is_list and kind != ".json":
+        note(f"{file.shown} holds one JSON list, not one object per line, and was read as such")
+    if is_lines and kind == ".json":
+        note(f"{file.shown} holds one JSON object per line and was read as JSON lines")
+    if is_lines or (kind != ".json" and not is_list):
         yield from _read_lines(opened)
     else:
-        yield from _read_wrapped(opened)
+        yield from _read_whole(opened)
 
 
 def _shape(opened: TextFile) -> tuple[bool, bool]:
@@ -122,122 +121,44 @@ def _object(value: object) -> dict[str, Any] | Refusal:
     return Refusal("not an object", f"the row is {type_name(value)}, not an object with keys")
 
 
-def _read_wrapped(opened: TextFile) -> Numbered:
-    """A .json file that is one object: rows under a key such as "data"."""
+def _read_whole(opened: TextFile) -> Numbered:
+    """A file that is one JSON value: a list of rows, or an object with the rows under a key such as "data"."""
     with text_of(opened) as text:
-        window = _Window(text, opened.shown)
-        window.skip()
-        tree = window.value()
-        if window.skip():
-            raise GraftuneError(
-                f"holds more than one JSON value (line {window.place()[0]})",
-                where=opened.shown,
-                fix="write one object per line, or one list [{...}, ...]",
-            )
-    lists = [tree[key] for key in WRAPPERS if isinstance(tree, dict) and isinstance(tree.get(key), list)]
-    if len(lists) != 1:
+        content = text.read(LARGEST_JSON + 1)
+    if len(content) > LARGEST_JSON:
+        raise GraftuneError(
+            f"is one JSON value of more than {LARGEST_JSON >> 30} GiB",
+            where=opened.shown,
+            fix="write one object per line, as with: jq -c '.[]' OLD > NEW.jsonl",
+        )
+    try:
+        tree = json.loads(content.strip("\ufeff"))
+    except json.JSONDecodeError as error:
+        raise GraftuneError(
+            f"broken JSON at line {error.lineno}, column {error.colno} ({error.msg})",
+            where=opened.shown,
+            fix="write one list [{...}, ...], or one object per line",
+        ) from None
+    except (RecursionError, ValueError):
+        raise GraftuneError(
+            "broken JSON (nested too deeply, or a number of thousands of digits)",
+            where=opened.shown,
+            fix="fix the file",
+        ) from None
+    wrapped = [tree[key] for key in WRAPPERS if isinstance(tree.get(key), list)] if isinstance(tree, dict) else [tree]
+    if len(wrapped) != 1 or not isinstance(wrapped[0], list):
         raise GraftuneError(
             f"holds {type_name(tree)}, not a list of records",
             where=opened.shown,
             fix='write [{...}, ...] or {"data": [...]} (in pandas: to_json(FILE, orient="records"))',
         )
-    for number, value in enumerate(lists[0], 1):
-        yield number, _object(value)
-
-
-def _read_list(opened: TextFile) -> Numbered:
-    """A JSON list, one element in memory at a time."""
-    with text_of(opened) as text:
-        window = _Window(text, opened.shown)
-        window.skip()
-        window.at += 1
-        for number in itertools.count(1):
-            if window.skip() == "]" and number == 1:
-                break
-            yield number, _object(window.value())
-            after = window.skip()
-            if after not in (",", "]"):
-                raise window.broken("the list never ends" if not after else "Expecting ',' delimiter")
-            if after == "]":
-                break
-            window.at += 1
-        window.at += 1
-        if window.skip():
-            raise GraftuneError(
-                f"holds more than one JSON value (line {window.place()[0]})",
-                where=opened.shown,
-                fix="write one list [{...}, ...], or one object per line",
-            )
-
-
-class _Window:
-    """A stretch of JSON text that moves over a file. It doubles where a value does not end in it, so that each
-    character is looked at a bounded number of times."""
-
-    def __init__(self, text: TextIOBase, shown: str):
-        self.text, self.shown = text, shown
-        self.buffer, self.at, self.ended = "", 0, False
-        self.line, self.column = 1, 1  # of the buffer's start
-        self.decoder = json.JSONDecoder()
-
-    def more(self) -> None:
-        self.line, self.column = self.place()
-        kept = self.buffer[self.at :]
-        if len(kept) > LONGEST:
-            raise self.broken(f"a value of more than {LONGEST >> 20} MiB")
-        fresh = self.text.read(max(CHUNK, len(kept)))
-        self.ended = not fresh
-        self.buffer, self.at = kept + fresh, 0
-
-    def skip(self) -> str:
-        """The next character that is not blank, "" at the end."""
-        while True:
-            while self.at < len(self.buffer):
-                letter = self.buffer[self.at]
-                if letter not in " \t\r\n\ufeff":
-                    return letter
-                self.at += 1
-            if self.ended:
-                return ""
-            self.more()
-
-    def value(self) -> object:
-        while True:
-            try:
-                value, end = self.decoder.raw_decode(self.buffer, self.at)
-                if end < len(self.buffer) or self.ended:
-                    self.at = end
-                    return value
-            except json.JSONDecodeError as error:
-                if self.ended:
-                    self.at = error.pos
-                    raise self.broken(error.msg) from None
-            except (RecursionError, ValueError):
-                raise self.broken("nested too deeply, or a number of thousands of digits") from None
-            self.more()
-
-    def place(self) -> tuple[int, int]:
-        """Line and column of `at`."""
-        before = self.buffer[: self.at]
-        lines = before.count("\n")
-        column = len(before) - before.rfind("\n") if lines else self.column + len(before)
-        return self.line + lines, column
-
-    def broken(self, why: str) -> GraftuneError:
-        line, column = self.place()
-        return GraftuneError(
-            f"broken JSON at line {line}, column {column} ({why})", where=self.shown, fix="fix the file"
-        )
+    yield from enumerate(map(_object, wrapped[0]), 1)
 
 
 def _read_csv(opened: TextFile, kind: str, note: Note) -> Numbered:
     with text_of(opened) as text:
         first = text.readline(LONGEST_HEADER + 1)
-        if len(first) > LONGEST_HEADER:
-            raise GraftuneError(
-                "its first line is too long for a header", where=opened.shown, fix="name the columns in the first line"
-            )
-        if not first.strip():
+        if not first.strip() or len(first) > LONGEST_HEADER:
             raise GraftuneError("has no header", where=opened.shown, fix="name the columns in the first line")
         separator = _separator(first)
         if separator != ("\t" if kind == ".tsv" else ","):

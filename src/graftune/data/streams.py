@@ -29,7 +29,6 @@ COMPRESSED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", ".bz2": b"BZh", "
 SCANNED = 64 << 20  # bytes looked at to tell the encoding
 CHUNK = 1 << 20
 MAX_UNPACKED = 64.0  # GiB: the setting's default
-SHOWN = 1 << 20  # bytes kept to tell the shape of what they begin
 CONVERT = "convert it, as with: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW (naming its true encoding)"
 
 # Letters and signs of Western European text in Windows-1252. Those by which Polish, Czech or Turkish text in a code
@@ -89,7 +88,6 @@ def look(path: Path, shown: str, max_unpacked: float = MAX_UNPACKED) -> TextFile
                 if head.startswith(magic):
                     raise GraftuneError(what, where=shown, fix=fix)
             encoding = _encoding(head, stream)
-            head = head[:SHOWN]
     named = next((ending for ending in COMPRESSED if path.name.lower().endswith(ending)), "")
     notes = []
     if packed != named:
