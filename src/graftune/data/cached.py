@@ -72,10 +72,9 @@ def find(key: str) -> TokenStore | None:
     path = folder() / f"{key}{SUFFIX}"
     try:
         store = TokenStore.open(path)
-        store.summary()
-        if store.header.get("key") != key or not store.kind:
-            return None
-    except (OSError, KeyError, DamagedStore):
+    except (OSError, DamagedStore):
+        return None
+    if store.header["key"] != key:
         return None
     with suppress(OSError):  # another user's folder can be read, but the file not marked as used
         os.utime(path)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import html
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ import numpy as np
 
 from graftune.batch import Example
 from graftune.data import cached
-from graftune.data.encoded import Examples, groups_of, short, stored_json
+from graftune.data.encoded import Examples, groups_of, short
 from graftune.data.kind import ANSWERS, DataKind
 from graftune.data.record import Message
 from graftune.data.row import Lines
@@ -53,7 +54,7 @@ class _Texts(Sequence[Any]):
         text = self.examples.store.text(int(self.examples.stored[place]), self.name)
         if self.name != "messages":
             return text
-        return stored_json(text) if text else []
+        return json.loads(text) if text else []
 
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(len(self)))
@@ -206,8 +207,6 @@ def prepare(
         encoder.summary.notes.update(notes)
         if not encoder.summary.examples:
             raise nothing_usable(encoder.summary, shown)
-        if digest_of(files) != sha256:
-            raise GraftuneError("was changed while it was being read", where=shown, fix="start again")
         encoder.summary.duplicates = writer.duplicates()
         return {"summary": encoder.summary.document(), "kind": kind.name}
 

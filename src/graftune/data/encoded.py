@@ -6,10 +6,10 @@ keeps or drops as it likes. The file is a list of plain arrays:
     magic | contents: tokens, texts, numbers per token, lines about rows left out | columns | header | trailer
 
 The columns have one value per example (`COLUMNS`); those called an end say where the example's part of a content ends,
-and it begins where the one before it ends. The header is JSON: where the arrays are, what the file was made from, what
-became of the data. The trailer, written last, has the header's place and checksum, so a file that was cut short or
-overwritten is refused. writer.py writes the file. Rejected: a file per array, which takes a folder that is never whole
-in one rename; a database, which cannot be mapped as arrays.
+and it begins where the one before it ends. Numbers per token stand at the places of the tokens. The header is JSON:
+where the arrays are, what the file was made from, what became of the data. The trailer, written last, has a digest of
+columns and header, so a file that was cut short or overwritten is refused. writer.py writes the file. Rejected: a file
+per array, which takes a folder that is never whole in one rename; a database, which cannot be mapped as arrays.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import json
 import math
 import mmap
 import struct
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -31,10 +30,10 @@ import numpy as np
 from graftune.batch import Example
 from graftune.data.summary import Summary
 from graftune.errors import GraftuneError
-from graftune.io.json_file import NotJson, parse_json
 
-MAGIC = b"graftune data 2\n"
-TRAILER = struct.Struct("<qq32s16s")  # the header's place and length, its SHA-256, the magic once more
+MAGIC = b"graftune data 3\n"
+PLACES = struct.Struct("<qq")  # where the columns and the header begin
+TRAILER = struct.Struct("<qq32s16s")  # these two, the SHA-256 of everything from the columns to here, the magic again
 # `row` is the source row's key over all files. `texts_end` has three ends per example: prompt, reference and messages
 # (JSON). `order` and `group` have one value per occurrence: an example that occurs several times per epoch is stored
 # once. A group's number is -1 where the example is alone.
@@ -42,9 +41,8 @@ COLUMNS = {
     "tokens_end": "<i8", "texts_end": "<i8", "responses": "<u4", "row": "<i8", "weight_sum": "<f8", "shortened": "<u1",
     "digest": "V16", "order": "<i8", "group": "<i8",
 }  # fmt: skip
-# Only some data has these, each with a name: numbers per token (float32) and their ends, and one number per example
-# (NaN: it has none).
-PER_TOKEN, PER_TOKEN_END, NUMBER = "per token: ", "end per token: ", "number: "
+# Only some data has these, each with a name: a number per token (float32), and one per example (NaN: it has none).
+PER_TOKEN, NUMBER = "per token: ", "number: "
 WEIGHTS = "weights"  # the numbers per token that every loss knows
 TEXTS = ("prompt", "reference", "messages")
 DIGEST = 16  # bytes of the digest of an example's tokens and mask
@@ -52,18 +50,6 @@ DIGEST = 16  # bytes of the digest of an example's tokens and mask
 
 class DamagedStore(Exception):
     """The file is not a whole one of this format."""
-
-
-def damaged() -> GraftuneError:
-    """For content that no checksum covers: it was whole when the file was made."""
-    return GraftuneError("encoded data is damaged", fix="delete the folder `data` in graftune's cache and start again")
-
-
-def stored_json(text: str) -> Any:
-    try:
-        return parse_json(text)
-    except NotJson:
-        raise damaged() from None
 
 
 def token_type(vocabulary: int) -> np.dtype[Any]:
@@ -77,9 +63,7 @@ def dtype_of(name: str, vocabulary: int) -> np.dtype[Any]:
         return token_type(vocabulary)
     if name.startswith(PER_TOKEN):
         return np.dtype("<f4")
-    if name.startswith((NUMBER, PER_TOKEN_END)):
-        return np.dtype("<f8" if name.startswith(NUMBER) else "<i8")
-    return np.dtype(COLUMNS.get(name, "<u1"))
+    return np.dtype("<f8" if name.startswith(NUMBER) else COLUMNS.get(name, "<u1"))
 
 
 class TokenStore:
@@ -87,46 +71,18 @@ class TokenStore:
 
     def __init__(self, content: Any):
         """`content`: a map of the file, or its bytes."""
-        try:
-            place, length, check, magic = TRAILER.unpack_from(content, len(content) - TRAILER.size)
-            header = bytes(content[place : place + length])
-            whole = place >= 0 and place + length + TRAILER.size == len(content) and content[: len(MAGIC)] == MAGIC
-            if not whole or magic != MAGIC or hashlib.sha256(header).digest() != check:
-                raise DamagedStore("the header is not whole")
-            self.header: dict[str, Any] = json.loads(header)
-            self.vocabulary = int(self.header["vocabulary"])
-            if zlib.crc32(memoryview(content)[int(self.header["columns_at"]) : place]) != self.header["check"]:
-                raise DamagedStore("the columns are not whole")
-            self.arrays: dict[str, np.ndarray] = {}
-            for name, (offset, count) in self.header["arrays"].items():
-                if count < 0 or offset < len(MAGIC):
-                    raise DamagedStore("an array lies outside of the file")
-                self.arrays[name] = np.frombuffer(content, dtype_of(name, self.vocabulary), count, offset)
-            self._check()
-        except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
-            raise DamagedStore(str(error)) from None
-        except RecursionError:
-            raise DamagedStore("nested too deeply") from None
-
-    def _check(self) -> None:
-        """Check that the arrays belong together: nothing that is looked at later can lie outside of its array."""
-        arrays, count = self.arrays, len(self.arrays["row"])
-        ends = {"tokens_end": "tokens", "texts_end": "texts"}
-        ends |= {name: name.replace(PER_TOKEN_END, PER_TOKEN, 1) for name in arrays if name.startswith(PER_TOKEN_END)}
-        lengths = dict.fromkeys(("row", "tokens_end", "responses", "weight_sum", "shortened", "digest"), count)
-        lengths |= {"texts_end": 3 * count, "group": len(arrays["order"]), "used": self.vocabulary}
-        lengths |= {name: count for name in arrays if name.startswith((NUMBER, PER_TOKEN_END))}
-        if any(len(arrays[name]) != length for name, length in lengths.items()) or "details" not in arrays:
-            raise DamagedStore("a column has another length than the others")
-        for name, content in ends.items():
-            sizes = np.diff(arrays[name], prepend=0)
-            if (sizes < 0).any() or int(sizes.sum()) != len(arrays[content]):
-                raise DamagedStore("an example lies outside of the file")
-            if content.startswith(PER_TOKEN) and ((sizes != 0) & (sizes != self.counts)).any():
-                raise DamagedStore("an example has another count of numbers than of tokens")
-        order = arrays["order"]
-        if len(order) and not 0 <= int(order.min()) <= int(order.max()) < count:
-            raise DamagedStore("an occurrence of no example")
+        if len(content) < len(MAGIC) + TRAILER.size:
+            raise DamagedStore("the file is cut short")
+        end = len(content) - TRAILER.size
+        columns, header, check, magic = TRAILER.unpack_from(content, end)
+        if magic != MAGIC or hashlib.sha256(memoryview(content)[columns : end + PLACES.size]).digest() != check:
+            raise DamagedStore("the columns or the header are not whole")
+        self.header: dict[str, Any] = json.loads(content[header:end])
+        self.vocabulary = int(self.header["vocabulary"])
+        self.arrays: dict[str, np.ndarray] = {
+            name: np.frombuffer(content, dtype_of(name, self.vocabulary), count, offset)
+            for name, (offset, count) in self.header["arrays"].items()
+        }
 
     @staticmethod
     def open(path: Path) -> TokenStore:
@@ -141,6 +97,11 @@ class TokenStore:
         """Tokens of each example."""
         return np.diff(self.arrays["tokens_end"], prepend=0)
 
+    @functools.cached_property
+    def starts(self) -> np.ndarray:
+        """The place of each example's first token."""
+        return self.arrays["tokens_end"] - self.counts
+
     @property
     def kind(self) -> str:
         """What its records are (kind.py)."""
@@ -148,10 +109,7 @@ class TokenStore:
 
     def summary(self) -> Summary:
         """What became of the rows."""
-        try:
-            return Summary.of(self.header["summary"])
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
-            raise DamagedStore(str(error)) from None
+        return Summary.of(self.header["summary"])
 
     def part(self, content: str, ends: str, i: int) -> np.ndarray:
         """The i-th part of a content."""
@@ -166,8 +124,8 @@ class TokenStore:
         """An example's numbers of that name, one per token, if it has them."""
         if PER_TOKEN + name not in self.arrays:
             return None
-        found = self.part(PER_TOKEN + name, PER_TOKEN_END + name, i)
-        return found if len(found) else None
+        found = self.part(PER_TOKEN + name, "tokens_end", i)
+        return found if len(found) and not np.isnan(found[0]) else None
 
     def numbers(self, i: int) -> dict[str, float | list[float]]:
         """All that the data says of an example beside weights, as `Example.numbers`."""
@@ -186,10 +144,9 @@ class TokenStore:
 
     def details(self) -> Iterator[tuple[int, str]]:
         """(row, why) for every row that was left out or dropped."""
-        for line in self.arrays["details"].tobytes().split(b"\n"):
-            found = stored_json(line.decode("utf-8", "replace")) if line else []
-            if isinstance(found, list) and len(found) == 2:
-                yield found[0], str(found[1])
+        for line in self.arrays["details"].tobytes().splitlines():
+            row, why = json.loads(line)
+            yield row, why
 
 
 def split_flags(stored: np.ndarray, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
@@ -197,7 +154,9 @@ def split_flags(stored: np.ndarray, vocabulary: int) -> tuple[np.ndarray, np.nda
     highest = np.iinfo(stored.dtype).max >> 1
     tokens = (stored & stored.dtype.type(highest)).astype(np.int64)
     if len(tokens) and int(tokens.max()) >= vocabulary:  # a device would end the process over it
-        raise damaged()
+        raise GraftuneError(
+            "encoded data is damaged", fix="delete the folder `data` in graftune's cache and start again"
+        )
     return tokens, stored > highest
 
 
@@ -309,8 +268,8 @@ def flat(examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray]:
 def has_weights(examples: Sequence[Example]) -> bool:
     """Whether any example has weights."""
     if isinstance(examples, Examples):
-        ends = examples.store.arrays.get(PER_TOKEN_END + WEIGHTS)
-        return ends is not None and bool((np.diff(ends, prepend=0)[examples.stored] > 0).any())
+        weights = examples.store.arrays.get(PER_TOKEN + WEIGHTS)
+        return weights is not None and not np.isnan(weights[examples.store.starts[examples.stored]]).all()
     return any(example.weights is not None for example in examples)
 
 

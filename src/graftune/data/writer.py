@@ -12,7 +12,6 @@ import itertools
 import json
 import shutil
 import tempfile
-import zlib
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from graftune.data.encoded import (
     MAGIC,
     NUMBER,
     PER_TOKEN,
-    PER_TOKEN_END,
+    PLACES,
     TRAILER,
     WEIGHTS,
     TokenStore,
@@ -62,7 +61,6 @@ class StoreWriter:
             name: array(_CODES[code]) for name, code in COLUMNS.items() if name != "digest"
         }
         self.numbers: dict[str, dict[int, float]] = {}  # of examples that have one, by name
-        self.ends: dict[str, dict[int, int]] = {}  # where the numbers per token of such examples end, by name
         self.digests = bytearray()
         self.groups = 0
         self.used = np.zeros(vocabulary, dtype=np.bool_)  # tokens that occur
@@ -96,8 +94,8 @@ class StoreWriter:
             end = begin + len(entry.example.tokens)
             digest = hashlib.blake2b(canonical[4 * begin : 4 * end], digest_size=DIGEST)
             digest.update(flags[begin:end])
-            self.columns["tokens_end"].append(reached + end)
             self._add_example(entry, flags.count(1, begin + 1, end), digest)
+            self.columns["tokens_end"].append(reached + end)
             begin = end
         self._add_occurrences(entries, number)
         lines = b"".join(_as_json([row, why]) + b"\n" for row, why in details)
@@ -107,7 +105,7 @@ class StoreWriter:
         example, columns, i = entry.example, self.columns, len(self.columns["row"])
         weight_sum = float(responses)
         if example.weights is not None:
-            weights = self._add_per_token(example, WEIGHTS, example.weights, i)
+            weights = self._add_per_token(example, WEIGHTS, example.weights)
             digest.update(weights.tobytes())
             on = np.asarray(example.supervised[1:], dtype=np.bool_)
             weight_sum = float(weights[1:].sum(where=on, dtype=np.float64))
@@ -115,7 +113,7 @@ class StoreWriter:
             digest.update(_as_json(dict(sorted(example.numbers.items()))))
         for name, value in example.numbers.items():
             if isinstance(value, list):
-                self._add_per_token(example, name, value, i)
+                self._add_per_token(example, name, value)
             else:
                 self.numbers.setdefault(name, {})[i] = float(value)
         messages = _as_json(entry.messages) if entry.messages else b""
@@ -127,11 +125,18 @@ class StoreWriter:
         columns["shortened"].append(example.shortened)
         self.digests += digest.digest()
 
-    def _add_per_token(self, example: Example, name: str, values: list[float], i: int) -> np.ndarray:
+    def _add_per_token(self, example: Example, name: str, values: list[float]) -> np.ndarray:
         assert len(values) == len(example.tokens), f"{name}: a number per token"
         made = np.asarray(values, dtype="<f4")
-        self.ends.setdefault(name, {})[i] = self._append(PER_TOKEN + name, made.tobytes()) // made.itemsize
+        self._fill(PER_TOKEN + name)
+        self._append(PER_TOKEN + name, made.tobytes())
         return made
+
+    def _fill(self, content: str) -> None:
+        """Write NaN for the tokens of examples without such numbers."""
+        tokens = self.columns["tokens_end"][-1] if self.columns["tokens_end"] else 0
+        while gap := tokens - self.sizes.get(content, 0) // 4:
+            self._append(content, np.full(min(gap, 1 << 20), np.nan, "<f4").tobytes())
 
     def _add_occurrences(self, entries: Sequence[NewExample], first: int) -> None:
         """Examples of a group are repeated together, each time as a group of its own."""
@@ -157,20 +162,22 @@ class StoreWriter:
         arrays: dict[str, tuple[int, int]] = {}
         at = file.write(MAGIC)
         for name, content in self.contents.items():
+            if name.startswith(PER_TOKEN):
+                self._fill(name)
             arrays[name] = (at, self.sizes[name] // dtype_of(name, self.vocabulary).itemsize)
             content.seek(0)
             shutil.copyfileobj(content, file, 1 << 20)
             content.close()
             at += self.sizes[name] + file.write(bytes(-self.sizes[name] % 8))
-        columns_at, check = at, 0
+        columns_at, check = at, hashlib.sha256()
         for name, values in self._finished_columns().items():
             arrays[name] = (at, len(values))
             content_bytes = values.tobytes() + bytes(-values.nbytes % 8)
             at += file.write(content_bytes)
-            check = zlib.crc32(content_bytes, check)
-        places = {"arrays": arrays, "columns_at": columns_at, "check": check, "vocabulary": self.vocabulary}
-        header = _as_json(facts | places)
-        file.write(header + TRAILER.pack(at, len(header), hashlib.sha256(header).digest(), MAGIC))
+            check.update(content_bytes)
+        header = _as_json(facts | {"arrays": arrays, "vocabulary": self.vocabulary})
+        check.update(header + PLACES.pack(columns_at, at))
+        file.write(header + TRAILER.pack(columns_at, at, check.digest(), MAGIC))
         file.flush()
 
     def _finished_columns(self) -> dict[str, np.ndarray]:
@@ -180,10 +187,6 @@ class StoreWriter:
         for name, found in self.numbers.items():
             columns[NUMBER + name] = np.full(count, np.nan)
             columns[NUMBER + name][list(found)] = list(found.values())
-        for name, ends in self.ends.items():
-            column = np.zeros(count, np.int64)
-            column[list(ends)] = list(ends.values())
-            columns[PER_TOKEN_END + name] = np.maximum.accumulate(column)
         return columns
 
     def in_memory(self, **facts: Any) -> TokenStore:
