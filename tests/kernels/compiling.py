@@ -1,10 +1,11 @@
 """Every kernel that a step on a GPU launches, compiled for that GPU where there is none: `python -m
-tests.kernels.compiling [--aligned] [SETTING ...]`.
+tests.kernels.compiling [--distinct] [SETTING ...]`.
 
 Triton's interpreter runs what its compiler refuses. Steps are rehearsed as the memory plan does it, on tensors without
-memory, and what they would launch is compiled for Hopper, once a signature. With `--aligned`, of launches that differ
-only in which arguments are multiples of 16 the one with most of them is compiled: its loads are pipelined, so it has
-the most code to refuse and takes the most shared memory. Needs no GPU; not under TRITON_INTERPRET.
+memory, and what they would launch is compiled for Hopper, once a signature. With `--distinct` each kernel is compiled
+once for every set of its flags: of launches that differ only in dtypes, tiles and alignment, the one with the most
+arguments that are multiples of 16, because its loads are pipelined and take the most shared memory. Needs no GPU; not
+under TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -75,10 +76,10 @@ class Launch(NamedTuple):
 
 
 class Launches:
-    """What was launched, each once; `aligned` as in the header."""
+    """What was launched, each once; `distinct` as in the header."""
 
-    def __init__(self, aligned: bool) -> None:
-        self.aligned = aligned
+    def __init__(self, distinct: bool) -> None:
+        self.distinct = distinct
         self.seen: dict[str, Launch] = {}
 
     def run(self, fn: Any, grid: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
@@ -108,7 +109,9 @@ class Launches:
             parameter = fn.params[index]
             signature[name] = typed(values[name], (index,), parameter.is_constexpr, parameter.do_not_specialize)
         made = Launch(fn, signature, constants, options, attributes)
-        key = f"{fn.__module__}.{fn.__name__} {signature} {constants} {options} {'' if self.aligned else attributes}"
+        flags = {path: value for path, value in constants.items() if isinstance(value, bool)}
+        details = flags if self.distinct else (signature, constants, options, attributes)
+        key = f"{fn.__module__}.{fn.__name__} {details}"
         if key not in self.seen or len(attributes) > len(self.seen[key].attributes):
             self.seen[key] = made
 
@@ -126,8 +129,8 @@ def fault(launch: Launch) -> str:
 
 
 def main(names: list[str]) -> int:
-    launches = Launches(aligned="--aligned" in names)
-    for name in [name for name in names if name != "--aligned"] or SETTINGS:
+    launches = Launches(distinct="--distinct" in names)
+    for name in [name for name in names if name != "--distinct"] or SETTINGS:
         rehearse(SETTINGS[name](), launched=launches.run)
     failed = list(filter(None, map(fault, launches.seen.values())))
     print(*failed, f"{len(launches.seen)} compiled, {len(failed)} failed", sep="\n")

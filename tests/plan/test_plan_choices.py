@@ -17,11 +17,12 @@ from graftune.cli import main
 from graftune.errors import GraftuneError
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
-from graftune.plan import Bytes, Card, Setup, cards, job, rehearsal_cache, rehearse, transfer
+from graftune.plan import Bytes, Card, Setup, cards, job, rehearse, transfer
 from graftune.settings.config import Config
 from graftune.training import prepare
 from graftune.weights.synthetic import random_base
 from tests.support import specs
+from tests.support.rehearsed_once import key_of
 from tests.training.runs import write_data
 
 QUIET = Console(quiet=True)
@@ -35,7 +36,7 @@ def _rehearsed_once() -> Iterator[None]:
     made: dict[str, Bytes] = {}
 
     def once(setup: Setup, launched: object = None) -> Bytes:
-        key = rehearsal_cache.key_of(setup)
+        key = key_of(setup)
         assert key is not None
         if key not in made:
             made[key] = rehearse(setup)
@@ -63,13 +64,9 @@ def test_auto_takes_the_largest_micro_batch_and_then_the_least_recompute(tiny_fo
     def limit(policy: str, size: int) -> int:
         return job_for(folder, 80 << 30).plan(policy, size).needed + job.CONTEXT_BYTES
 
-    for policy, size in (("selective", 4096), ("offload", 2048)):
-        found = resolve_auto(job_for(folder, limit(policy, size)))
-        assert found.fits and found.needed <= limit(policy, size)
-        order = ("none", "selective", "full", "offload")
-        assert order.index(found.recompute) <= order.index(policy)
-    asked = resolve_auto(job_for(folder, limit("full", 4096), recompute="full"))
-    assert (asked.recompute, asked.capacity) == ("full", 4096)
+    found = resolve_auto(job_for(folder, limit("selective", 4096)))
+    assert found.fits and found.needed <= limit("selective", 4096)
+    assert found.recompute in ("none", "selective")
     fixed = resolve_auto(job_for(folder, limit("full", 4096), tokens_per_micro_batch=4096))
     assert fixed.capacity == 4096 and fixed.fits
 

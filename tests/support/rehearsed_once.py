@@ -5,18 +5,34 @@ Plans for cards are made each time; tests of plans take `rehearse` as it is.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from typing import Any
 
-from graftune.plan import job, rehearsal_cache
+from graftune.plan import job
 
 _rehearse = job.rehearse
 _rehearsed: dict[str, Any] = {}
 
 
+def key_of(setup: Any) -> str | None:
+    """Everything that a rehearsal depends on; None if a value has no unique text."""
+    tensors = [
+        [name, type(source).__name__, source.dtype_name, list(source.shape), source.nbytes]
+        for name, source in setup.base.tensors.items()
+    ]
+    rest = {field.name: getattr(setup, field.name) for field in dataclasses.fields(setup) if field.name != "base"}
+    rest |= {"loss": [type(setup.loss).__qualname__, vars(setup.loss)]}
+    rest |= {"placement": dataclasses.replace(setup.placement, reason="")}  # the reason mentions the free memory
+    rest |= {"card": setup.card and setup.card.device}  # a step does not depend on the free memory
+    text = json.dumps([setup.base.spec, tensors, rest], default=repr)
+    return None if " at 0x" in text else text
+
+
 def rehearse(setup: Any, launched: Any = None) -> Any:
     if setup.card is not None:
         return _rehearse(setup, launched=launched)
-    key = rehearsal_cache.key_of(setup)
+    key = key_of(setup)
     if key is None:
         return _rehearse(setup)
     if key not in _rehearsed:

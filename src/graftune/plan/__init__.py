@@ -1,15 +1,14 @@
 """Predicts the memory of a run, by owner, before anything is loaded.
 
-choose.py           resolves `auto`; refuses a run that does not fit, with the nearest setting that fits
-job.py              turns a run's settings into a rehearsal, and its result into a plan
-rehearse.py         runs the real step on tensors without memory
-counting.py         counts what operations on such tensors would allocate, by owner, and the peak
-shapes.py           the shapes of the results of torch's operations
-libraries.py        the memory that libraries allocate by themselves
-unread_sources.py   a base's tensors without their contents
-rehearsal_cache.py  rehearsals kept between runs
-cards.py            GPUs by name
-transfer.py         whether fetched weights arrive in time
+choose.py          resolves `auto`; refuses a run that does not fit, with the nearest setting that fits
+job.py             turns a run's settings into a rehearsal, and its result into a plan
+rehearse.py        runs the real step on tensors without memory
+counting.py        counts what operations on such tensors would allocate, by owner, and the peak
+shapes.py          the shapes of the results of torch's operations
+libraries.py       the memory that libraries allocate by themselves
+unread_sources.py  a base's tensors without their contents
+cards.py           GPUs by name
+transfer.py        whether fetched weights arrive in time
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from graftune.kernels.rehearsal import META, Launched, Rehearsal, rehearsing
 from graftune.losses import Loss, choose
 from graftune.model.spec import ModelSpec
 from graftune.observe.memory import available_bytes, free_bytes, human_bytes, resident_bytes
-from graftune.plan import cards, libraries, rehearsal_cache, transfer
+from graftune.plan import cards, libraries, transfer
 from graftune.plan.cards import Card
 from graftune.plan.counting import MIB
 from graftune.plan.rehearse import POOLS, Bytes, Setup, rehearse
@@ -138,7 +138,6 @@ class Job:
     loss: Loss | None = None  # None: the loss of the settings
     launched: Launched | None = None  # called for every Triton kernel that the run will launch
     layout: BatchLayout = PLAIN  # the loss's fields of a batch
-    keeps: bool = False  # keep rehearsals between runs
     ranks: int = 0  # ranks that a launcher has started; 0: no launcher
     _made: dict[tuple[str, int, Placement, ModelSpec], Bytes] = field(default_factory=dict)
 
@@ -236,17 +235,8 @@ class Job:
     def _bytes(self, setup: Setup, capacity: int) -> Bytes:
         key = (setup.recompute, capacity, replace(setup.placement, reason=""), setup.base.spec)
         if key not in self._made:
-            self._made[key] = self._rehearsed(setup)
+            self._made[key] = rehearse(setup, launched=self.launched)
         return self._made[key]
-
-    def _rehearsed(self, setup: Setup) -> Bytes:
-        key = rehearsal_cache.key_of(setup) if self.keeps else None
-        found = rehearsal_cache.find(key) if key else None
-        if found is None:
-            found = rehearse(setup, launched=self.launched)
-            if key:
-                rehearsal_cache.keep(key, found)
-        return found
 
     def _rest(self, setup: Setup) -> dict[str, int]:
         if self.card is not None:

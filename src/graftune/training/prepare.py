@@ -318,8 +318,6 @@ def training_job(
         shapes = functools.cache(lambda size: loader_of(config, training, size, layout=layout).capacities(epochs))
     job = Job(config, base, runtime, longest, shapes, card, memory, tokens=tokens, ranks=ranks, **more)
     job.loss, job.layout = loss, layout
-    # A rehearsal takes seconds. A run of one process on a CPU takes far longer than that, so its cache is not filled.
-    job.keeps = runtime.device.type == "cuda" or ranks > 1
     return job
 
 
