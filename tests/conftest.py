@@ -37,10 +37,10 @@ if not torch.cuda.is_available():
 
 # After the lines above, whose order is part of what they do.
 rehearsed_once = importlib.import_module("tests.support.rehearsed_once")
-reporter = importlib.import_module("graftune.training.reporter")
+plot = importlib.import_module("graftune.observe.plot")
 
 # Half a second at the end of every run, and hundreds end here. `draws` has it back; tests/observe/test_plot.py draws.
-_loss_plot, reporter.loss_plot = reporter.loss_plot, lambda *_: None
+_loss_plot, plot.loss_plot = plot.loss_plot, lambda *_: None
 
 
 @pytest.fixture(scope="session")
@@ -72,7 +72,7 @@ def _seeded() -> None:
 @pytest.fixture
 def draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs draw their loss.png, as they do outside of the tests."""
-    monkeypatch.setattr(reporter, "loss_plot", _loss_plot)
+    monkeypatch.setattr(plot, "loss_plot", _loss_plot)
 
 
 def set_aside() -> None:

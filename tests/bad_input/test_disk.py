@@ -12,17 +12,10 @@ import pytest
 
 from graftune.cli import main
 from graftune.observe.events import read_events
-from graftune.training import reporter
 from graftune.weights import checkpoint, safetensors_io
 from tests.bad_input.conftest import Refuse
 from tests.training.runs import SETTINGS, adapter_bytes
 from tests.training.troubles import FullDisk, set_back
-
-
-@pytest.fixture(autouse=True)
-def _no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing the loss takes longer than these runs."""
-    monkeypatch.setattr(reporter, "loss_plot", lambda *_: None)
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import pytest
 
 from graftune.dashboard import runs as runs_module
 from graftune.dashboard.log import Log
+from graftune.dashboard.reading import read_settings
 from graftune.dashboard.runs import open_runs
-from graftune.dashboard.settings_file import settings_of
 from graftune.dashboard.streams import _NewEvents
 from graftune.dashboard.summary import RunSummary
 from graftune.errors import GraftuneError
@@ -135,14 +135,12 @@ def test_only_what_was_appended_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     assert sum(read) == (run / "metrics.jsonl").stat().st_size - size
 
 
-def test_the_latest_run_is_read_ahead_and_the_list_does_not_wait_for_it(tmp_path: Path) -> None:
-    write_run(tmp_path / "old", start(9), step(1))
+def test_the_list_does_not_wait_while_a_log_is_read(tmp_path: Path) -> None:
     write_run(tmp_path / "new", start(9), step(1), step(5))
     runs = open_runs(str(tmp_path))
-    runs.read_ahead()
-    assert {run.id: run.held_bytes > 0 for run in runs.known()} == {"old": False, "new": True}
-    with runs.get("new").log(), ThreadPoolExecutor(1) as other:  # as while a long log is read
-        assert len(other.submit(runs.documents).result(10)) == 2
+    (run,) = runs.all()
+    with run.log(), ThreadPoolExecutor(1) as other:
+        assert len(other.submit(runs.documents).result(10)) == 1
 
 
 def test_a_resume_takes_back_what_came_after_it(tmp_path: Path) -> None:
@@ -229,10 +227,10 @@ def test_settings_of_a_file_are_those_of_yaml(tmp_path: Path) -> None:
     for number, values in enumerate(({}, awkward, {"data": [{"path": "a", "weight": 2}, {"path": "b"}]})):
         path = write_run(tmp_path / str(number), **values) / "config.yaml"
         tree = read_yaml(path)
-        assert settings_of(path) == {k: v for section in tree.values() for k, v in section.items()}
-        assert settings_of(path) == json.loads(json.dumps(Config.of_run(path.parent).flat()))
+        assert read_settings(path) == {k: v for section in tree.values() for k, v in section.items()}
+        assert read_settings(path) == json.loads(json.dumps(Config.of_run(path.parent).flat()))
     path.write_text("rank: 8\nlora:\n  alpha: .nan\nwhen: 2026-01-01\n1: 2\n")
-    assert settings_of(path) == {"rank": 8, "alpha": None, "when": "2026-01-01", "1": 2}
+    assert read_settings(path) == {"rank": 8, "alpha": None, "when": "2026-01-01", "1": 2}
 
 
 def test_events_from_a_place_in_the_file(tmp_path: Path) -> None:

@@ -21,14 +21,14 @@ def prepare(*modules: str, draws: bool = False) -> None:
     import torch
     import torch.fx.experimental.symbolic_shapes  # the first backward of a process imports it; here it is shared
 
-    from graftune.training import reporter
+    from graftune.observe import plot
     from tests.support import rehearsed_once
 
     for name in ("graftune.api", "graftune.cli.app", *modules):
         importlib.import_module(name)
     rehearsed_once.install()
     if not draws:
-        reporter.loss_plot = lambda *_: None  # a second of every run, and nothing that most tests look at
+        plot.loss_plot = lambda *_: None  # a second of every run, and nothing that most tests look at
     torch.set_num_threads(1)
 
 

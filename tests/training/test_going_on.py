@@ -30,7 +30,7 @@ from graftune.settings.config import Config
 from graftune.step.pipeline import HostLoop
 from graftune.step.schedule import learning_rate
 from graftune.tokenizer import template
-from graftune.training import checkpoints, prepare, reporter, resume
+from graftune.training import checkpoints, prepare, resume
 from graftune.training.samples import Question, Questions
 from graftune.weights import checkpoint
 from graftune.weights.base import open_base
@@ -43,11 +43,6 @@ DATED = (
     "{{ strftime_now('%d %B %Y') }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-@pytest.fixture(autouse=True)
-def _no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reporter, "loss_plot", lambda *_: None)
 
 
 def again(run: Path, **overrides: Any) -> Any:
@@ -350,11 +345,8 @@ def test_settings_are_compared_by_name(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reporter, "loss_plot", lambda *_: None)
-        return train(
-            settings(tiny_folder("llama-shallow"), tmp_path_factory.mktemp("finished") / "run"), console=QUIET
-        ).folder
+    out = tmp_path_factory.mktemp("finished") / "run"
+    return train(settings(tiny_folder("llama-shallow"), out), console=QUIET).folder
 
 
 WRONG: list[dict[str, Any]] = [

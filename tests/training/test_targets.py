@@ -16,7 +16,6 @@ from graftune.cli import main
 from graftune.errors import GraftuneError
 from graftune.observe.console import Console
 from graftune.settings.config import Config
-from graftune.training import reporter
 from graftune.weights import checkpoint
 from graftune.weights.adapter import load_adapter
 from tests.training.runs import write_data
@@ -29,10 +28,8 @@ QUIET = Console(quiet=True)
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_folder) -> Path:
     """Validated at steps 3 and 6, saved at every second one too, with new tokens and norms in its arena."""
     more = {"new_tokens": ["<a>", "<b>"], "train_norms": True, "max_steps": 6, "lr": 0.005}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reporter, "loss_plot", lambda *_: None)
-        out = tmp_path_factory.mktemp("targets") / "run"
-        return train(settings(tiny_folder("gemma3"), out, **more), console=QUIET).folder
+    out = tmp_path_factory.mktemp("targets") / "run"
+    return train(settings(tiny_folder("gemma3"), out, **more), console=QUIET).folder
 
 
 def weights(name: str | Path, **more: Any) -> torch.Tensor:
@@ -143,8 +140,7 @@ def test_another_base(run: Path, tiny_folder) -> None:
         graftune.open(other, adapter=f"{run}@last", device="cpu", new_tokens=["<a>", "<b>"])
 
 
-def test_a_whole_model(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reporter, "loss_plot", lambda *_: None)
+def test_a_whole_model(tiny_folder, tmp_path: Path) -> None:
     values = settings(tiny_folder("llama"), tmp_path / "run", max_steps=3, dropout=0.0).flat()
     config = Config.of(values | {"method": "full", "rank": Config().lora.rank})
     run = train(config, console=QUIET).folder

@@ -68,10 +68,10 @@ class Chat:
 
 
 def find_run(runs: Runs, key: str) -> WatchedRun:
-    try:
-        return runs.get(key)
-    except KeyError:
-        raise HTTPException(404, "there is no such run in the watched folder") from None
+    run = runs.get(key)
+    if run is None:
+        raise HTTPException(404, "there is no such run in the watched folder")
+    return run
 
 
 async def _body(request: Request) -> Any:

@@ -14,6 +14,8 @@ from typing import Any
 from graftune.errors import GraftuneError
 from graftune.io.files import open_plain
 from graftune.io.json_file import NotJson, parse_json
+from graftune.io.yaml_file import LARGEST as LARGEST_YAML
+from graftune.io.yaml_file import parse_yaml
 from graftune.observe.events import plain
 
 LARGEST = 64 << 20  # bytes of a document that is read whole
@@ -36,6 +38,21 @@ def read_json(path: Path, most: int = LARGEST) -> Any:
         return None if content is None else plain(parse_json(content))
     except NotJson:
         return None
+
+
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """The settings of config.yaml by name, without their sections; empty where it is missing or not YAML. They are not
+    checked: another version may have written the run."""
+    content = read_bytes(path, LARGEST_YAML)
+    try:
+        text = "" if content is None else content.decode("utf-8-sig", "replace")
+        tree = parse_yaml(text, "config.yaml", quick=True)
+    except GraftuneError:
+        return {}
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat.update(value if isinstance(value, dict) and name != "map" else {name: value})
+    return plain(flat)
 
 
 def stamp(path: str | Path) -> tuple[int, int, int]:

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from graftune.dashboard.log import Log
-from graftune.dashboard.reading import is_file, stamp
-from graftune.dashboard.settings_file import settings_of
+from graftune.dashboard.reading import is_file, read_settings, stamp
 from graftune.dashboard.states import CONFIG, RUNNING, Heartbeat, RunStatus, state_of
 from graftune.dashboard.summary import RunSummary
 from graftune.errors import GraftuneError, one_line
@@ -56,7 +55,7 @@ class WatchedRun:
             log, config = stamp(self._log_path), stamp(self._config_path)
             before = self._stamps
             if before[1:] != (config,):
-                self.settings = settings_of(self._config_path)
+                self.settings = read_settings(self._config_path)
             if before[:1] != (log,) or self.summary.behind:
                 self.summary.advance()
             # A run that has ended can only be training again if its lock file is there.
@@ -142,14 +141,6 @@ class Runs:
             return alone
         return found_runs(root) or (alone if is_file(self.root / CONFIG) else {})
 
-    def read_ahead(self) -> None:
-        """Read the list, and the log of the run that was written to last."""
-        runs = self.all()
-        if runs:
-            run = max(runs, key=lambda each: each.summary.updated or 0.0)
-            with run.log():
-                self.keep(run)
-
     def known(self) -> list[WatchedRun]:
         """As of the last refresh."""
         return list(self._runs.values())
@@ -158,14 +149,13 @@ class Runs:
         self.refresh()
         return self.known()
 
-    def get(self, key: str) -> WatchedRun:
-        """The run of that id. Raises KeyError where there is none, or its folder has become a link."""
-        run = self._runs.get(key)
-        if run is None:
+    def get(self, key: str) -> WatchedRun | None:
+        """The run of that id; None where there is none, or its folder has become a link."""
+        if key not in self._runs:
             self.refresh()
-            run = self._runs[key]
-        if Path(os.path.realpath(run.folder)) != run.folder or not run.folder.is_dir():
-            raise KeyError(key)
+        run = self._runs.get(key)
+        if run is None or Path(os.path.realpath(run.folder)) != run.folder or not run.folder.is_dir():
+            return None
         return run
 
     def differing(self) -> list[str]:

@@ -63,7 +63,7 @@ class Server:
         return await asyncio.to_thread(made)
 
     async def list_events(self, request: Request) -> Response:
-        return _stream(streams.list_events(self.runs, self.closing))
+        return _stream(streams.follow(streams.list_looks(self.runs), self.closing))
 
     async def run(self, request: Request) -> Response:
         """/api/runs/ID and /api/runs/ID/VIEW."""
@@ -73,7 +73,7 @@ class Server:
         run = await asyncio.to_thread(find_run, self.runs, unquote("/".join(parts)))
         if view == "events":
             since = _whole(request, "since", 0) or 0
-            return _stream(streams.log_events(self.runs, run, since, self.closing))
+            return _stream(streams.follow(streams.log_looks(self.runs, run, since), self.closing))
         if view == "preview":
             return await self._preview(run, request)
         answer: Callable[[], Response] = {

@@ -44,8 +44,8 @@ class Page:
         return f"http://{name}:{self.port}/" + (f"?token={self._token}" if self._token else "")
 
     def run(self) -> None:
-        # Reads the list, and the run that is probably opened first, while the browser starts.
-        threading.Thread(target=self._runs.read_ahead, name="read ahead", daemon=True).start()
+        # Reads the list while the browser starts.
+        threading.Thread(target=self._runs.refresh, name="read ahead", daemon=True).start()
         self._server.run(sockets=[self._socket])
 
     def start(self) -> None:

@@ -11,13 +11,14 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from graftune.dashboard.line_reader import LineReader
 from graftune.dashboard.runs import LOG, Runs, WatchedRun
 from graftune.observe.events import parsed, plain
 
+Look = tuple[list[str], float]  # messages, and the seconds until the next look
 LOOK, COMMENT = 0.5, 5.0  # seconds between two looks at a file, and between two comments
 
 
@@ -49,58 +50,44 @@ class _NewEvents(LineReader):
         return found
 
 
-async def log_events(runs: Runs, run: WatchedRun, since: int, closing: threading.Event) -> AsyncIterator[str]:
-    """Every event after the byte `since`, as it is written; and the state whenever it changes."""
-    new, state, last = _NewEvents(run.folder / LOG, since), None, time.monotonic()
-    yield ": follow\n\n"
-    while not closing.is_set():
-        if not await asyncio.to_thread(_refreshed, runs, run):
-            yield message({"gone": run.id}, "gone")
-            return
-        found = await asyncio.to_thread(new.read)
-        if run.state != state:
-            state = run.state
-            found.insert(0, message({"state": state.state, "sentence": state.sentence}, "state"))
+async def follow(looks: Iterator[Look], closing: threading.Event) -> AsyncIterator[str]:
+    """Sends what each look finds, until there are no more."""
+    last = time.monotonic()
+    while not closing.is_set() and (look := await asyncio.to_thread(next, looks, None)):
+        found, pause = look
         if not found and time.monotonic() - last > COMMENT:
             found = [": still here\n\n"]
         for text in found:
             yield text
             last = time.monotonic()
             await asyncio.sleep(0)  # lets the server notice a reader that has gone
-        if not new.behind:
-            await asyncio.sleep(LOOK)
+        await asyncio.sleep(pause)
 
 
-def _refreshed(runs: Runs, run: WatchedRun) -> bool:
-    """Whether the run is still there."""
-    try:
-        runs.get(run.id)
-    except KeyError:
-        return False
-    run.refresh(LOOK / 2)  # readers of the same run share one look
-    return True
+def log_looks(runs: Runs, run: WatchedRun, since: int) -> Iterator[Look]:
+    """Every event after the byte `since`, as it is written; and the state whenever it changes."""
+    new, state = _NewEvents(run.folder / LOG, since), None
+    yield [": follow\n\n"], 0.0
+    while runs.get(run.id) is not None:
+        run.refresh(LOOK / 2)  # readers of the same run share one look
+        found = new.read()
+        if run.state != state:
+            state = run.state
+            found.insert(0, message({"state": state.state, "sentence": state.sentence}, "state"))
+        yield found, 0.0 if new.behind else LOOK
+    yield [message({"gone": run.id}, "gone")], 0.0
 
 
-async def list_events(runs: Runs, closing: threading.Event) -> AsyncIterator[str]:
+def list_looks(runs: Runs) -> Iterator[Look]:
     """The document of every run that changes, and the id of every run that is gone."""
-    versions, last = await asyncio.to_thread(_versions, runs), time.monotonic()
-    yield ": follow\n\n"
-    while not closing.is_set():
+    versions = {run.id: run.version for run in runs.all()}
+    yield [": follow\n\n"], 0.0
+    while True:
         began = time.monotonic()
-        before, versions = versions, await asyncio.to_thread(_versions, runs)
+        before, versions = versions, {run.id: run.version for run in runs.all()}
         changed = [run for run in runs.known() if versions.get(run.id) != before.get(run.id)]
         differing = runs.differing() if changed else []
         found = [message({"run": run.document(differing)}) for run in changed]
         found += [message({"gone": key}) for key in before.keys() - versions.keys()]
-        if not found and began - last > COMMENT:
-            found = [": still here\n\n"]
-        for text in found:
-            yield text
-            last = time.monotonic()
-            await asyncio.sleep(0)  # lets the server notice a reader that has gone
         # With thousands of runs, look less often: this may take a tenth of a core.
-        await asyncio.sleep(max(1.0, 10 * (time.monotonic() - began)))
-
-
-def _versions(runs: Runs) -> dict[str, int]:
-    return {run.id: run.version for run in runs.all()}
+        yield found, max(1.0, 10 * (time.monotonic() - began))

@@ -56,7 +56,7 @@ class EventLog:
         self._file = FileIO(handle, "wb" if nowhere else "rb+")  # held for the whole run; close() ends it
         if not nowhere:
             try:
-                _close_off_torn_line(self._file, self.path)
+                _cut_torn_line(self._file, self.path)
             except BaseException:
                 self._file.close()
                 raise
@@ -231,29 +231,20 @@ def parsed(line: bytes) -> Event | None:
     return None if line.count(b"[") + line.count(b"{") > DEEPEST and is_deep(event) else event
 
 
-def _close_off_torn_line(file: FileIO, path: Path) -> None:
-    """Make the file end with a whole line: cut off an unfinished one, or add a missing newline."""
-    size, reach = file.seek(0, os.SEEK_END), 1 << 16
-    if not size:
-        return
-    while True:  # until the last two lines are in the buffer
-        start = max(0, size - reach)
-        file.seek(start)
-        tail = file.read(size - start)
-        end = tail.rfind(b"\n") + 1
-        previous = tail.rfind(b"\n", 0, max(0, end - 1)) + 1
-        if previous or not start:
-            break
-        if reach > 2 * LONGEST:
-            raise GraftuneError("does not end in an event", where=str(path), fix="restore the file")
-        reach *= 16
-    if end == len(tail):
-        if parsed(tail[previous:end]) is None:
-            file.truncate(start + previous)
-    elif parsed(tail[end:]) is not None:
+def _cut_torn_line(file: FileIO, path: Path) -> None:
+    """Make the file end with a whole line: cut off what is not an event, or add a missing newline."""
+    size = file.seek(0, os.SEEK_END)
+    start = file.seek(max(0, size - 2 * LONGEST))
+    *lines, torn = file.read(size - start).split(b"\n")
+    if not lines and start:
+        raise GraftuneError("does not end in an event", where=str(path), fix="restore the file")
+    if parsed(torn) is not None:
         file.write(b"\n")
-    else:
-        file.truncate(start + end)
+        return
+    end = size - len(torn)
+    if lines and parsed(lines[-1]) is None:  # a crash may leave zeros
+        end -= len(lines[-1]) + 1
+    file.truncate(end)
 
 
 def plain(value: Any, text: Callable[[str], str] = str, depth: int = 0) -> Any:

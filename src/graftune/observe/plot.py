@@ -4,22 +4,21 @@ The log is the only source, so a resumed or an old run gives the same picture. T
 interface on the Agg canvas: pyplot would add global state, a display and a choice of backends.
 
 Evaluations are points joined by a dotted line, also the one before step 1: nothing was measured between two points, and
-a solid line above the training curve would look like overfitting. A separate process imports matplotlib (`prepare`),
-which takes a second, and plots, so that neither training steps nor the end of a short run wait for it; a run that goes
-on is plotted now and then.
+a solid line above the training curve would look like overfitting. A run that goes on is plotted now and then by a
+separate process, so that training steps do not wait for it. On a GPU the process of the last plot is started early
+(`prepare`): importing matplotlib takes a second, a good part of a short run.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from graftune.io.files import new_file
 from graftune.observe.events import Event, evals, read_events, steps
@@ -29,105 +28,73 @@ _STEP, _MEAN, _EVAL, _LR, _INK, _GRID = "#9db8d9", "#1f4e8c", "#d1495b", "#2e8b6
 EVERY = 60.0  # seconds between two plots
 
 
-def loss_plot(events_path: Path, png: Path, title: str) -> None:
-    """Plot the run logged in `events_path` to `png`, which is replaced by rename. Without steps: empty axes."""
-    if _helper is None or not _helper.plot(events_path, png, title):
-        _plot(events_path, png, title)
-
-
-def _plot(events_path: Path, png: Path, title: str) -> None:
-    events = read_events(events_path, ("event", "step", "loss", "lr"))
-    figure = _figure(steps(events), evals(events), title)
-    with new_file(png, unique=True) as aside:
+def loss_plot(folder: Path) -> None:
+    """Plot a run from its log to its loss.png, which is replaced by rename. Without steps: empty axes."""
+    events = read_events(folder / "metrics.jsonl", ("event", "step", "loss", "lr"))
+    figure = _figure(steps(events), evals(events), folder.resolve().name)
+    with new_file(folder / "loss.png", unique=True) as aside:
         figure.savefig(aside, format="png", dpi=150)
 
 
-def prepare() -> None:
-    """Start the plotting process, unless it runs already."""
-    global _helper
-    if _helper is None or not _helper.alive:
-        _helper = PlotProcess()
+class LivePlot:
+    """Plots a run while it trains and at its end. A failure to plot does not stop the run.
 
+    Each plot of a run that goes on has its own process: the memory of a long log would stay in this one."""
 
-class PlotProcess:
-    """A process that plots: one line of JSON in, one line out. It ends with this process, which closes its input. It
-    has its own session, because Ctrl-C is meant for the run."""
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder, self._clock, self._last = folder, clock, clock()
+        self._process: subprocess.Popen[str] | None = None
 
-    def __init__(self) -> None:
-        words = [sys.executable, "-m", "graftune.observe.plot"]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self.process = subprocess.Popen(words, text=True, start_new_session=True, **pipes)  # type: ignore[call-overload]
+    def prepare(self) -> None:
+        """Start the process of the next plot, which imports matplotlib and then waits. It ends with this process."""
+        if self._process is None or self._input.closed:
+            words = [sys.executable, "-m", "graftune.observe.plot", str(self._folder)]
+            # Ctrl-C is meant for the run, so the process has its own session.
+            self._process = subprocess.Popen(
+                words, text=True, stdin=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            )
 
     @property
-    def alive(self) -> bool:
-        return self.process.poll() is None
+    def _input(self) -> IO[str]:
+        assert self._process is not None and self._process.stdin is not None
+        return self._process.stdin
 
-    def plot(self, events_path: Path, png: Path, title: str) -> bool:
-        """False if the process is gone. Raises OSError if it could not plot."""
-        request = json.dumps([str(events_path.resolve()), str(png.resolve()), title])
-        try:
-            to, back = cast(IO[str], self.process.stdin), cast(IO[str], self.process.stdout)
-            to.write(request + "\n")
-            to.flush()
-            answer = back.readline()
-        except OSError:
-            return False
-        if why := json.loads(answer) if answer else "":
-            raise OSError(why)
-        return bool(answer)
+    def update(self) -> None:
+        """Plot in the background, at most once a minute."""
+        plotting = self._process is not None and self._input.closed and self._process.poll() is None
+        if plotting or self._clock() - self._last < EVERY:
+            return
+        self._last = self._clock()
+        self.prepare()
+        with suppress(OSError):  # it has ended; the last plot says why
+            self._input.write("plot\n")
+            self._input.close()
+
+    def finish(self) -> str:
+        """Plot now, in this process unless there is another. Returns the reason if that failed, or an empty string."""
+        if self._process is None:
+            try:
+                loss_plot(self._folder)
+            except (OSError, ValueError) as error:  # a full disk, a log that was edited
+                return str(error)
+            return ""
+        if self._input.closed:
+            self._process.wait()
+        self.prepare()
+        _, why = self._process.communicate("plot\n")
+        return (why.strip() or "its process was killed") if self._process.returncode else ""
 
 
-_helper: PlotProcess | None = None
-
-
-def serve(requests: IO[str], answers: IO[str]) -> None:
+def main(folder: str) -> None:
     """Runs in the plotting process."""
     import matplotlib.backends.backend_agg
     import matplotlib.figure  # noqa: F401
 
-    for line in requests:
-        events_path, png, title = json.loads(line)
-        why = ""
+    if sys.stdin.readline():
         try:
-            _plot(Path(events_path), Path(png), title)
+            loss_plot(Path(folder))
         except (OSError, ValueError) as error:
-            why = str(error) or type(error).__name__
-        answers.write(json.dumps(why) + "\n")
-        answers.flush()
-
-
-class LivePlot:
-    """The plot of a run that is still training. `plot` writes it; a failure to write it does not stop the run."""
-
-    def __init__(self, plot: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._plot, self._clock = plot, clock
-        self._last, self._took = clock(), 0.0
-        self._thread: threading.Thread | None = None
-
-    def update(self) -> None:
-        """Plot in the background, at most once a minute; long logs, which take longer to read, less often."""
-        if self._clock() - self._last < max(EVERY, 100 * self._took) or (self._thread and self._thread.is_alive()):
-            return
-        self._last = self._clock()
-        prepare()  # the memory of a long log, and the fonts opened by each thread, would stay in this process
-        self._thread = threading.Thread(target=self._try, name="graftune-plot", daemon=True)
-        self._thread.start()
-
-    def finish(self) -> str:
-        """Plot now. Returns the reason if that failed, otherwise an empty string."""
-        if self._thread is not None:
-            self._thread.join()
-        return self._try()
-
-    def _try(self) -> str:
-        began = self._clock()
-        try:
-            self._plot()
-        except (OSError, ValueError) as error:  # a full disk, a log that was edited
-            return str(error)
-        finally:
-            self._took = self._clock() - began
-        return ""
+            sys.exit(str(error))
 
 
 def running_mean(values: list[float], window: int) -> list[float]:
@@ -216,4 +183,4 @@ def _halo() -> list[Any]:
 
 
 if __name__ == "__main__":
-    serve(sys.stdin, sys.stdout)
+    main(sys.argv[1])

@@ -9,6 +9,7 @@ key in a file and as a flag on the command line. Names are written with undersco
 
 from __future__ import annotations
 
+import difflib
 import re
 
 _SAME = """
@@ -198,6 +199,7 @@ SAME = {
 }
 _PLAIN_FP8 = "an fp8 base is rounded to nearest while it is read, and each product rounds what it multiplies"
 GONE = dict.fromkeys(("calibrate", "fp8_inputs"), _PLAIN_FP8)  # settings of earlier versions, and what holds now
+SIMILAR = 0.75  # of 1: two letters exchanged in a word of four
 _CHAT = ("max_new_tokens", "temperature", "system")
 
 
@@ -223,30 +225,11 @@ def plain(name: str) -> str:
 
 
 def near(typed: str, known: list[str]) -> str | None:
-    """The one of our names that was probably meant: one slip of the fingers away, or two in a long name. Anything
-    further is not guessed; a wrong guess costs more than none."""
-    bare = plain(typed)
-    limit = 0 if len(bare) < 3 else 1 if len(bare) < 7 else 2
-    ranked = sorted((_slips(bare, plain(name), limit), name) for name in known)
-    return ranked[0][1] if ranked and ranked[0][0] <= limit else None
-
-
-def _slips(a: str, b: str, limit: int) -> int:
-    """Letters left out, added, changed or exchanged with their neighbour; more than `limit` is not counted exactly. In
-    a short name a changed letter makes another word (rate, date) and counts twice."""
-    if abs(len(a) - len(b)) > limit:
-        return limit + 1
-    change = 2 if min(len(a), len(b)) < 5 else 1
-    rows = [list(range(len(b) + 1))]
-    for i, x in enumerate(a, 1):
-        row = [i]
-        for j, y in enumerate(b, 1):
-            best = min(row[-1] + 1, rows[-1][j] + 1, rows[-1][j - 1] + (x != y) * change)
-            if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
-                best = min(best, rows[-2][j - 2] + 1)
-            row.append(best)
-        rows.append(row)
-    return rows[-1][-1]
+    """The one of our names that was probably meant. What is less similar is not guessed: a wrong guess costs more than
+    none."""
+    by_name = {plain(name): name for name in known}
+    found = difflib.get_close_matches(plain(typed), by_name, 1, SIMILAR)
+    return by_name[found[0]] if found else None
 
 
 def _shown(name: str, flags: bool) -> str:

@@ -21,9 +21,10 @@ from graftune.errors import GraftuneError
 from graftune.io.files import PART, check_own_folder, open_own, recover_folder, remove
 from graftune.io.lock import LOCK, FolderLock
 from graftune.observe.console import Console
+from graftune.observe.plot import LivePlot
 from graftune.settings.config import Config
 from graftune.settings.sources import DataValue, slug
-from graftune.training.reporter import live_plot_of, write_pictures
+from graftune.training.reporter import write_pictures
 
 _FILES = (
     "config.yaml", "plan.json", "preview.jsonl", "loss.png", "report.html", "profile.json", "trace.json.gz",
@@ -80,7 +81,7 @@ def complete(folder: Path, console: Console) -> None:
     if half or missing:
         with FolderLock(folder):
             sweep(folder)
-            write_pictures(folder, live_plot_of(folder), console.warn)
+            write_pictures(folder, LivePlot(folder), console.warn)
 
 
 @contextmanager

@@ -32,7 +32,6 @@ from graftune.errors import GraftuneError
 from graftune.kernels.rehearsal import Launched
 from graftune.kernels.warm import Warming
 from graftune.losses import Loss, choose
-from graftune.observe import plot
 from graftune.observe.console import Console
 from graftune.observe.memory import forget_earlier_runs, forget_peak, human_bytes
 from graftune.plan import Card, CardModel, Job, Plan, any_data, is_absent, resolve_auto, runtime_for
@@ -91,8 +90,6 @@ def prepare_run(
     device = ranks.device(config.base.device)
     for note in set_up(device):  # a missing package is reported before data is read
         console.note(note)
-    if device.type == "cuda":
-        plot.prepare()  # drawing would be a good part of a short run
     line = ranks.attach(device)
     if line:
         console.note(line)

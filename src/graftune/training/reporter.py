@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from graftune.errors import GraftuneError
 from graftune.observe.console import Console, WorkProgress
 from graftune.observe.events import EventLog
 from graftune.observe.memory import device_bytes, human_bytes
-from graftune.observe.plot import LivePlot, loss_plot
+from graftune.observe.plot import LivePlot
 from graftune.observe.speed import NOTHING, Amounts, Meter, compared, is_far
 from graftune.plan import Plan
 from graftune.session import Parts
@@ -72,7 +73,9 @@ class Reporter:
         self.console, self.log, self.total, self.device, self.live = console, log, total, device, live
         self.plan, self.reported_plan, self.reported_gone = plan, False, False
         self.bar, self._phase = WorkProgress(total), ""
-        self.live_plot = live_plot_of(log.path.parent)
+        self.live_plot = LivePlot(log.path.parent)
+        if device.type == "cuda" and log.path != Path(os.devnull):
+            self.live_plot.prepare()
         self.host_seconds: deque[float] = deque(maxlen=1000)  # to send a step and report those that are done
         self._attention, self._captures = "", 0  # as last reported
 
@@ -208,10 +211,6 @@ class Reporter:
         if self.device.type == "cuda":
             cost["peak_device_memory"] = device_bytes(self.device).peak
         return cost | {"attention": parts.step.backend}
-
-
-def live_plot_of(folder: Path) -> LivePlot:
-    return LivePlot(lambda: loss_plot(folder / "metrics.jsonl", folder / "loss.png", folder.name))
 
 
 def write_pictures(folder: Path, plot: LivePlot, warn: Callable[[str], None]) -> None:
