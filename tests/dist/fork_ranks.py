@@ -81,14 +81,14 @@ def hand_out_late(kept: int) -> None:
     """Figures as a GPU's loop hands them out, `kept` of them back: how many depends on the rank's own device."""
     from graftune.step import pipeline
 
-    class Late(pipeline.HostLoop):
+    class Late(pipeline.HostPipeline):
         ahead = pipeline.AHEAD
         begun = False
 
-        def micro(self, staged: Any, dropout_seed: int) -> None:
+        def micro(self, staged: Any, micro_batch_id: int) -> None:
             if not self.begun:  # the host is no more than AHEAD steps ahead
                 self.ready, self.begun = len(self.done) - pipeline.AHEAD + 1, True
-            super().micro(staged, dropout_seed)
+            super().micro(staged, micro_batch_id)
 
         def update(self, hyper: Any, tag: Any = None) -> None:
             super().update(hyper, tag)
@@ -99,7 +99,7 @@ def hand_out_late(kept: int) -> None:
             out, self.done = self.done[:count], self.done[count:]
             return out
 
-    pipeline.HostLoop = Late  # type: ignore[misc]
+    pipeline.HostPipeline = Late  # type: ignore[misc]
 
 
 def patch(request: dict[str, Any], rank: int) -> None:

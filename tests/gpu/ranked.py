@@ -16,7 +16,7 @@ import torch
 
 
 def unwatched() -> None:
-    from graftune.step.pipeline import DeviceLoop
+    from graftune.step.pipeline import DevicePipeline
 
     def without_waits(work: Any, *args: Any, **named: Any) -> Any:
         before = torch.cuda.get_sync_debug_mode()
@@ -26,7 +26,7 @@ def unwatched() -> None:
         finally:
             torch.cuda.set_sync_debug_mode(before)
 
-    send, asked = DeviceLoop.step, DeviceLoop.finished
+    send, asked = DevicePipeline.step, DevicePipeline.finished
 
     def step(self: Any, *args: Any, **named: Any) -> Any:
         return without_waits(send, self, *args, **named) if self.count else send(self, *args, **named)
@@ -34,14 +34,14 @@ def unwatched() -> None:
     def finished(self: Any, wait: bool = False) -> Any:
         return asked(self, wait) if wait else without_waits(asked, self, wait)
 
-    DeviceLoop.step, DeviceLoop.finished = step, finished  # type: ignore[method-assign]
+    DevicePipeline.step, DevicePipeline.finished = step, finished  # type: ignore[method-assign]
 
 
 def hang() -> None:
     import triton
     import triton.language as tl
 
-    from graftune.step.pipeline import DeviceLoop
+    from graftune.step.pipeline import DevicePipeline
     from graftune.step.step import Step
 
     @triton.jit
@@ -51,7 +51,7 @@ def hang() -> None:
             value = tl.atomic_add(flag, 0)
 
     flag = torch.ones(1, dtype=torch.int32, device="cuda")
-    update, send = Step.update_step, DeviceLoop.step
+    update, send = Step.update_step, DevicePipeline.step
 
     def update_step(self: Any) -> Any:
         if not self.arena.grads.is_meta:
@@ -63,7 +63,7 @@ def hang() -> None:
             flag.zero_()
         return send(self, *args, **named)
 
-    Step.update_step, DeviceLoop.step = update_step, step  # type: ignore[method-assign]
+    Step.update_step, DevicePipeline.step = update_step, step  # type: ignore[method-assign]
 
 
 def main(path: str, *how: str) -> None:

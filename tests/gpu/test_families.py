@@ -12,7 +12,7 @@ from graftune.model.spec import ModelSpec
 from graftune.runtime import resolve
 from graftune.session import attention_for
 from graftune.settings.config import LoraConfig
-from graftune.step.pipeline import DeviceLoop
+from graftune.step.pipeline import DevicePipeline
 from graftune.step.step import Step
 from tests.gpu.test_step import SHAPE, examples, never_waits, run
 from tests.support import families, oracle, quantised
@@ -32,7 +32,7 @@ def ready(
     device: str = "cuda",
     base_dtype: str = "",
     **more,
-) -> tuple[oracle.Ours, Step, DeviceLoop | None]:
+) -> tuple[oracle.Ours, Step, DevicePipeline | None]:
     """The step as a run has it: the backend that `attention_for` chooses, windows where the family has them. (Off the
     GPU there is no loop.)"""
     base = families.base_of(shape)
@@ -47,7 +47,7 @@ def ready(
     runtime = resolve(device, NAMES[compute], deterministic=deterministic)
     backend = attention_for(base, runtime, SHAPE["longest"]).backend
     step = Step(ours.decoder, ours.arena, attention_backend=backend, longest=SHAPE["longest"], **more)
-    return ours, step, DeviceLoop(step, graph) if device == "cuda" else None
+    return ours, step, DevicePipeline(step, graph) if device == "cuda" else None
 
 
 def gradients(shape: ModelSpec, device: str, **how) -> tuple[float, dict[str, torch.Tensor]]:

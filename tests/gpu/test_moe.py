@@ -11,7 +11,7 @@ import torch
 from graftune.data.pack import pack
 from graftune.kernels import attention
 from graftune.settings.config import LoraConfig
-from graftune.step.pipeline import DeviceLoop
+from graftune.step.pipeline import DevicePipeline
 from graftune.step.step import Step
 from tests.gpu.test_step import SHAPE, examples, never_waits, run
 from tests.support import moe, oracle
@@ -34,7 +34,7 @@ def ready(folder: Path, compute: torch.dtype, graph: bool, base_dtype: str = "fp
         torch.device("cuda"), compute, ours.decoder.spec.attention[0].head_width, True, False
     ).backend
     step = Step(ours.decoder, ours.arena, attention_backend=backend, longest=64)
-    return ours, step, DeviceLoop(step, graph)
+    return ours, step, DevicePipeline(step, graph)
 
 
 @pytest.mark.parametrize("base_dtype", ["fp32", "nf4"])

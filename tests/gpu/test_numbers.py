@@ -17,7 +17,7 @@ from graftune.model.frozen import Dense
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
 from graftune.settings.config import Config, LoraConfig
-from graftune.step.pipeline import DeviceLoop
+from graftune.step.pipeline import DevicePipeline
 from graftune.step.step import Step
 from graftune.training.trainer import Trainer
 from graftune.weights import checkpoint
@@ -37,7 +37,7 @@ def maker(folder, compute: torch.dtype, graph: bool = True):
         backend = attention.choose(torch.device("cuda"), compute, width, True, False).backend
         longest = injected.SHAPE["longest"]
         step = Step(ours.decoder, ours.arena, attention_backend=backend, longest=longest, dropout=0.1)
-        return ours, step, DeviceLoop(step, graph)
+        return ours, step, DevicePipeline(step, graph)
 
     return make
 

@@ -17,7 +17,7 @@ from graftune.model.frozen import Dense, Table, Unpacked
 from graftune.observe.console import Console
 from graftune.observe.events import evals, read_events
 from graftune.settings.config import Config, LoraConfig
-from graftune.step.pipeline import DeviceLoop
+from graftune.step.pipeline import DevicePipeline
 from graftune.step.step import Step
 from graftune.weights import gguf_quant
 from graftune.weights.base import Base, default_base
@@ -47,15 +47,17 @@ def dequantised_of(base: Base, base_dtype: str) -> Base:
     return quantised.through_nf4(base) if base_dtype == "nf4" else quantised.dequantised(base)
 
 
-def ready(ours: oracle.Ours, *, graph: bool, deterministic: bool = False, **more: Any) -> tuple[Step, DeviceLoop]:
+def ready(ours: oracle.Ours, *, graph: bool, deterministic: bool = False, **more: Any) -> tuple[Step, DevicePipeline]:
     head, compute = ours.decoder.spec.attention[0].head_width, ours.arena.compute_dtype
     backend = attention.choose(torch.device("cuda"), compute, head, deterministic, False).backend
     tuned = not deterministic and compute != torch.float32
     step = Step(ours.decoder, ours.arena, attention_backend=backend, longest=64, tuned=tuned, **more)
-    return step, DeviceLoop(step, graph)
+    return step, DevicePipeline(step, graph)
 
 
-def trained(ours: oracle.Ours, steps: int, **how: Any) -> tuple[list[tuple[float, float]], torch.Tensor, DeviceLoop]:
+def trained(
+    ours: oracle.Ours, steps: int, **how: Any
+) -> tuple[list[tuple[float, float]], torch.Tensor, DevicePipeline]:
     """(loss, gradient norm) of each step, the weights after them. From the second on, sending a step may not wait."""
     _, loop = ready(ours, **how)
     figures = []

@@ -14,7 +14,7 @@ from graftune.observe.console import Console
 from graftune.observe.events import evals, read_events, steps
 from graftune.session import parts
 from graftune.settings.config import Config
-from graftune.step.pipeline import DeviceLoop
+from graftune.step.pipeline import DevicePipeline
 from graftune.weights import checkpoint
 from tests.training.runs import adapter_bytes, write_data
 
@@ -78,7 +78,7 @@ def test_recomputing_changes_nothing(recompute, tiny_folder, tmp_path, determini
 
 def test_steps_follow_each_other_without_a_wait(tiny_folder, tmp_path, monkeypatch):
     """From the second step on, neither sending a step nor asking for what is done may synchronise."""
-    send, asked = DeviceLoop.step, DeviceLoop.finished
+    send, asked = DevicePipeline.step, DevicePipeline.finished
 
     def unwatched(work, *args, **named):
         before = torch.cuda.get_sync_debug_mode()
@@ -94,8 +94,8 @@ def test_steps_follow_each_other_without_a_wait(tiny_folder, tmp_path, monkeypat
     def finished(self, wait=False):
         return asked(self, wait) if wait else unwatched(asked, self, wait)
 
-    monkeypatch.setattr(DeviceLoop, "step", step)
-    monkeypatch.setattr(DeviceLoop, "finished", finished)
+    monkeypatch.setattr(DevicePipeline, "step", step)
+    monkeypatch.setattr(DevicePipeline, "finished", finished)
     run = train(settings(tiny_folder("llama"), tmp_path / "run"), console=QUIET).folder
     logged = [e["step"] for e in read_events(run / "metrics.jsonl") if e["event"] == "step"]
     assert logged == list(range(1, len(logged) + 1)) and len(logged) > 10

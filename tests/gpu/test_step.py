@@ -10,7 +10,7 @@ from graftune.batch import Example
 from graftune.data.pack import pack
 from graftune.kernels import attention
 from graftune.settings.config import LoraConfig
-from graftune.step.pipeline import DeviceLoop
+from graftune.step.pipeline import DevicePipeline
 from graftune.step.step import Step
 from tests.support import oracle, tiny
 
@@ -33,7 +33,7 @@ def ready(folder, *, graph: bool = True, compute: torch.dtype = torch.float32, d
     head = ours.decoder.spec.attention[0].head_width
     backend = attention.choose(torch.device("cuda"), compute, head, deterministic, False).backend
     step = Step(ours.decoder, ours.arena, attention_backend=backend, longest=64, **more)
-    return ours, step, DeviceLoop(step, graph)
+    return ours, step, DevicePipeline(step, graph)
 
 
 def run(loop, batches, **hyper) -> None:

@@ -19,7 +19,7 @@ from graftune.losses import Anchored, CrossEntropy, Loss, choose
 from graftune.model.projection import augmented_buffer
 from graftune.settings.config import LoraConfig, TrainConfig
 from graftune.step.evaluate import evaluate
-from graftune.step.pipeline import BatchBuffer, BatchShape, HostLoop
+from graftune.step.pipeline import BatchBuffer, BatchShape, HostPipeline
 from graftune.step.step import Step
 from tests.support import oracle, tiny
 from tests.support.pairwise import pairwise
@@ -115,7 +115,7 @@ def test_plain_cross_entropy_is_to_the_bit_what_it_was(tiny_folder: Folder) -> N
     tape = step.tapes.new(len(decoder.blocks), len(batch.tokens), spec.width, decoder.compute, decoder.device)
     stream = decoder.forward(batch.tokens, run, batch.rows, tape)
     weight, normed = decoder.norm.of(True), torch.empty_like(stream.x)
-    x, rstd = rms_norm.add_forward(stream.x, stream.y, weight, spec.head.norm.eps, normed)
+    x, rstd = rms_norm.add_forward(stream.x, stream.pending, weight, spec.head.norm.eps, normed)
     how = {"factor": spec.head.logit_scale, "cap": spec.head.logit_cap}
     total, grad = linear_cross_entropy.forward(normed, decoder.head, batch.labels, **how)  # type: ignore[arg-type]
     assert grad is not None
@@ -152,7 +152,7 @@ def test_micro_batches_equal_one_batch(division: list[list[int]], anchor: float,
         torch.manual_seed(5)
         ours, loss = oracle.ours(tiny_folder("llama")), of(anchor)
         step = Step(ours.decoder, ours.arena, loss=loss)
-        loop = HostLoop(step)
+        loop = HostPipeline(step)
         batches = [packed(loss, [data[i] for i in held]) for held in bins]
         hyper = HYPER | {"divisor": sum(batch.divisor for batch in batches), "clip": 0.5}
         loop.step([loop.stage(batch) for batch in batches], hyper, range(len(batches)))

@@ -21,7 +21,7 @@ from graftune.model.context import SideStreams
 from graftune.observe.profile import Profile, Span, StepSample, bottleneck, read
 from graftune.settings.config import LoraConfig
 from graftune.spans import Name, StampTurn, Timeline
-from graftune.step.pipeline import HostLoop
+from graftune.step.pipeline import HostPipeline
 from graftune.step.step import Step
 from graftune.training import profiler
 from graftune.training.profiler import Recorder
@@ -44,18 +44,18 @@ class Ticks:
     def wait(self) -> None: ...
 
 
-def loop_of(folder: Path, **options: Any) -> HostLoop:
+def loop_of(folder: Path, **options: Any) -> HostPipeline:
     side = oracle.ours(folder, LoraConfig(rank=2, alpha=4.0))
-    return HostLoop(Step(side.decoder, side.arena, **options))
+    return HostPipeline(Step(side.decoder, side.arena, **options))
 
 
-def sent(loop: HostLoop, micro_batches: int = 1) -> None:
+def sent(loop: HostPipeline, micro_batches: int = 1) -> None:
     packed = batch()
     hyper = HYPER | {"divisor": float(micro_batches * packed.response_tokens)}
     loop.step([packed] * micro_batches, hyper, [0] * micro_batches)
 
 
-def sampled(loop: HostLoop, turn: StampTurn = spans.EVERY_LAYER, micro_batches: int = 1) -> StepSample:
+def sampled(loop: HostPipeline, turn: StampTurn = spans.EVERY_LAYER, micro_batches: int = 1) -> StepSample:
     recorder = Recorder(Ticks())
     with recorder.step(turn):
         sent(loop, micro_batches)

@@ -12,7 +12,7 @@ import torch
 from graftune.batch import Example, PackedBatch
 from graftune.data.pack import pack
 from graftune.model.frozen import Dense
-from graftune.step.pipeline import BaseLoop, Figures
+from graftune.step.pipeline import Figures, Pipeline
 from graftune.step.step import Step
 from tests.support import tiny
 from tests.support.oracle import Ours
@@ -52,7 +52,7 @@ def batches(step: int, *, fixed: bool) -> list[PackedBatch]:
     return [pack(part, **(SHAPE if fixed else {})) for part in parts]
 
 
-def send(loop: BaseLoop, packed: list[PackedBatch], number: int = 0, **hyper: float) -> None:
+def send(loop: Pipeline, packed: list[PackedBatch], number: int = 0, **hyper: float) -> None:
     divisor = float(sum(batch.response_tokens for batch in packed))
     seeds = [16 * number + place for place in range(len(packed))]
     loop.step([loop.stage(batch) for batch in packed], HYPER | hyper | {"divisor": divisor}, seeds, number)

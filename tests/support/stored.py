@@ -26,7 +26,7 @@ from graftune.model.lora import build_arena, initialise, norm_names
 from graftune.model.spec import ModelSpec
 from graftune.runtime import resolve
 from graftune.settings.config import LoraConfig, OptimConfig
-from graftune.step.pipeline import HostLoop
+from graftune.step.pipeline import HostPipeline
 from graftune.step.schedule import hyperparameters, learning_rate
 from graftune.step.step import Step
 from graftune.tokenizer import Tokenizer
@@ -105,7 +105,7 @@ def losses(
     decoder = build_decoder(base, arena, lora, runtime, Placement(held, "stored"))
     arena.publish() if full else initialise(arena, lora, SEED)
     step = Step(decoder, arena, dropout=dropout, seed=SEED)
-    loop, found = HostLoop(step), list[float]()
+    loop, found = HostPipeline(step), list[float]()
     loader = Loader(examples(), tokens_per_step=tokens, micro_capacity=32, seed=SEED, fixed=False)
     for epoch in range(STEPS):
         for number, batches in enumerate(loader.epoch(epoch)):

@@ -27,7 +27,7 @@ from graftune.observe.console import Console
 from graftune.observe.events import evals, read_events, steps
 from graftune.session import parts
 from graftune.settings.config import Config
-from graftune.step.pipeline import HostLoop
+from graftune.step.pipeline import HostPipeline
 from graftune.step.schedule import learning_rate
 from graftune.tokenizer import template
 from graftune.training import checkpoints, prepare, resume
@@ -113,7 +113,7 @@ def test_the_clock_saves(tiny_folder, tmp_path: Path, monkeypatch: pytest.Monkey
     """A step of five minutes: every third is saved."""
     minutes, made = 0.0, saves(monkeypatch)
 
-    class Slow(HostLoop):
+    class Slow(HostPipeline):
         def step(self, *args: Any, **named: Any) -> None:
             nonlocal minutes
             super().step(*args, **named)
@@ -153,7 +153,7 @@ def test_the_log_is_on_the_disk_before_a_checkpoint_and_old_ones_go_after_it(mon
 # Signals
 
 
-class Hangs(HostLoop):
+class Hangs(HostPipeline):
     """Sends a signal to this process in the second step."""
 
     number, sent = signal.SIGHUP, 0

@@ -17,7 +17,7 @@ from graftune.kernels import attention
 from graftune.losses import CrossEntropy
 from graftune.model import projection
 from graftune.model.context import SideStreams
-from graftune.step.pipeline import BatchBuffer, BatchShape, DeviceLoop
+from graftune.step.pipeline import BatchBuffer, BatchShape, DevicePipeline
 from graftune.step.step import Step
 from graftune.step.tail import RankSignals
 from tests.kernels.harness import batch
@@ -62,7 +62,7 @@ def test_a_slot_of_another_size_is_waited_for_before_its_memory_goes(no_cuda: Ma
 
     def slot(tokens: int) -> Any:
         shape = BatchShape(tokens, 2, 4)
-        return DeviceLoop._slot(loop, shape, BatchBuffer(shape).size)
+        return DevicePipeline._slot(loop, shape, BatchBuffer(shape).size)
 
     first = slot(64)
     loop.free.put(first)
@@ -80,10 +80,10 @@ def test_the_wait_for_a_device_that_is_behind_is_marked(no_cuda: Mark) -> None:
     loop: Any = SimpleNamespace(under_way=deque((i, i, mark) for i, mark in enumerate(done)), ready=[], waited=0.0)
     work = SimpleNamespace(loss=CrossEntropy(), own_figures=slice(5, 5), signals=lambda report: RankSignals())
     loop.reports, loop.work, loop.begun = torch.zeros(2, 5), work, False
-    loop._fetch_oldest = lambda: DeviceLoop._fetch_oldest(loop)
+    loop._fetch_oldest = lambda: DevicePipeline._fetch_oldest(loop)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        DeviceLoop._begin(loop)
-        DeviceLoop._begin(loop)  # for a second micro-batch of the step nothing is waited for
+        DevicePipeline._begin(loop)
+        DevicePipeline._begin(loop)  # for a second micro-batch of the step nothing is waited for
     assert [mark.said for mark in done] == [[("synchronize", None)], []] and len(loop.ready) == 1 and loop.waited > 0
     assert [e.count for e in profile.key_averages() if e.key == "graftune: wait for the device"] == [1]
 

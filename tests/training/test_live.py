@@ -27,7 +27,7 @@ from graftune.settings.config import Config
 from graftune.spans import StampTurn
 from graftune.step import floor
 from graftune.step.flops import StepFlops
-from graftune.step.pipeline import HostLoop
+from graftune.step.pipeline import HostPipeline
 from graftune.training import floors, profiler, reporter
 from graftune.training.reporter import LiveSpeed, Reporter
 from tests.observe.test_profile import Ticks
@@ -105,7 +105,7 @@ class Profiling:
         monkeypatch.setattr(profiler, "facts_of", lambda session, shape: {"shape": {}})
         self.layers, self.documents, self.warned = layers, dict[int, Any](), list[str]()
         session: Any = SimpleNamespace(
-            runtime=SimpleNamespace(device=torch.device("cpu")), pipeline=HostLoop(Any),  # type: ignore[arg-type]
+            runtime=SimpleNamespace(device=torch.device("cpu")), pipeline=HostPipeline(Any),  # type: ignore[arg-type]
             base=SimpleNamespace(spec=SimpleNamespace(layers=range(layers))),
         )  # fmt: skip
         report = SimpleNamespace(

@@ -25,7 +25,7 @@ from graftune.observe.console import Console
 from graftune.observe.events import evals, read_events, steps
 from graftune.session import parts
 from graftune.settings.config import Config
-from graftune.step.pipeline import Figures, HostLoop
+from graftune.step.pipeline import Figures, HostPipeline
 from graftune.step.scaler import LossScaler
 from graftune.step.step import Step
 from graftune.training import reporter
@@ -36,13 +36,13 @@ from tests.training.runs import adapter_bytes, write_data
 QUIET = Console(quiet=True)
 
 
-class LateLoop(HostLoop):
+class LatePipeline(HostPipeline):
     """Gives figures two steps late, as a GPU does, and looks at what it is told of each step's batches."""
 
-    def step(self, staged: Any, hyper: Any, dropout_seeds: Any, tag: Any = None, between: Any = lambda: None) -> None:
+    def step(self, staged: Any, hyper: Any, ids: Any, tag: Any = None, between: Any = lambda: None) -> None:
         responses, tokens = sum(b.response_tokens for b in staged), sum(len(b.tokens) for b in staged)
         assert hyper["divisor"] == tag["response_tokens"] == responses and tag["tokens"] == tokens
-        super().step(staged, hyper, dropout_seeds, tag, between)
+        super().step(staged, hyper, ids, tag, between)
 
     def finished(self, wait: bool = False) -> list[Figures]:
         count = len(self.done) if wait else max(0, len(self.done) - 2)
@@ -79,7 +79,7 @@ def stopped_copy(run: Path, copy: Path, after: int = 4) -> Path:
 
 def test_figures_that_come_late_change_nothing(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = train(settings(tiny_folder("llama-shallow"), tmp_path / "at-once"), console=QUIET).folder
-    monkeypatch.setattr(parts, "pipeline_for", lambda step, graph: LateLoop(step))
+    monkeypatch.setattr(parts, "pipeline_for", lambda step, graph: LatePipeline(step))
     logged: list[tuple[int, list[int]]] = []
     save = checkpoint.save
 
@@ -94,9 +94,13 @@ def test_figures_that_come_late_change_nothing(tiny_folder, tmp_path: Path, monk
     assert len(logged) > 4 and all(told == list(range(1, step + 1)) for step, told in logged)
 
 
-@pytest.mark.parametrize("kind", [HostLoop, LateLoop])
+@pytest.mark.parametrize("kind", [HostPipeline, LatePipeline])
 def test_a_skipped_update_is_told_of_under_its_own_step(
-    kind: type[HostLoop], tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    kind: type[HostPipeline],
+    tiny_folder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     update, calls = Step.update_step, []
 
@@ -129,7 +133,7 @@ def test_fixed_shapes_train_the_same(tiny_folder, tmp_path: Path, monkeypatch: p
             super().__init__(*args, **named | {"fixed": True})
             self.capacities(3)
 
-    class Watched(HostLoop):
+    class Watched(HostPipeline):
         def stage(self, batch: Any) -> Any:
             shapes.add((len(batch.tokens), len(batch.cu_seqlens), len(batch.rows), max(batch.lengths) <= 64))
             return super().stage(batch)
@@ -260,7 +264,7 @@ def test_what_a_first_batch_settles_is_told_when_it_happens(
 ) -> None:
     """Attention that was timed inside the first step, and a step that is captured once more."""
 
-    class Captures(HostLoop):
+    class Captures(HostPipeline):
         sent = 0
 
         def step(self, *args: Any, **named: Any) -> None:

@@ -19,7 +19,7 @@ from graftune.observe.events import read_events, steps
 from graftune.session import parts
 from graftune.settings.config import Config, LoraConfig
 from graftune.step.not_finite import NotFinite, _CheckingTape, first_not_finite
-from graftune.step.pipeline import Figures, HostLoop
+from graftune.step.pipeline import Figures, HostPipeline
 from graftune.step.step import Step
 from graftune.training import guard
 from graftune.training.guard import Guard
@@ -27,7 +27,7 @@ from graftune.training.trainer import Trainer
 from graftune.weights import checkpoint
 from tests.support import injected, oracle
 from tests.training.runs import adapter_bytes
-from tests.training.test_loop import LateLoop, figures, settings
+from tests.training.test_loop import LatePipeline, figures, settings
 
 QUIET = Console(quiet=True)
 
@@ -40,7 +40,7 @@ def made(tiny_folder):
     def make():
         ours = oracle.ours(folder, LoraConfig(rank=4, alpha=8.0, dropout=0.1))
         step = Step(ours.decoder, ours.arena, dropout=0.1)
-        return ours, step, HostLoop(step)
+        return ours, step, HostPipeline(step)
 
     return make
 
@@ -86,9 +86,9 @@ def test_the_first_layer_that_is_not_finite_is_found(made, monkeypatch: pytest.M
     assert not ours.arena.grads.any()
 
 
-@pytest.mark.parametrize("kind", [HostLoop, LateLoop])
+@pytest.mark.parametrize("kind", [HostPipeline, LatePipeline])
 def test_skipped_updates_in_a_row_stop_the_run_and_a_resume_goes_on_from_before(
-    kind: type[HostLoop], tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type[HostPipeline], tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def asked(name: str) -> Config:
         folder = tiny_folder("llama-untied")
@@ -107,12 +107,12 @@ def test_skipped_updates_in_a_row_stop_the_run_and_a_resume_goes_on_from_before(
     with monkeypatch.context() as patched:
         patched.setattr(Trainer, "_send", poisoned)
         patched.setattr(parts, "pipeline_for", lambda step, graph: kind(step))
-        if kind is LateLoop:
-            patched.setattr(LateLoop, "ahead", 2)
+        if kind is LatePipeline:
+            patched.setattr(LatePipeline, "ahead", 2)
         with pytest.raises(GraftuneError) as stopped:
             train(asked("run"), console=QUIET)
     run, said = tmp_path / "run", str(stopped.value)
-    skipped = 3 if kind is HostLoop else 4  # by step 9, but for the evaluation at the end of an epoch, at 8
+    skipped = 3 if kind is HostPipeline else 4  # by step 9, but for the evaluation at the end of an epoch, at 8
     assert f"{skipped} updates in a row (steps 5 to {4 + skipped}) were skipped" in said, said
     assert "the output of the embedding is the first, in rows " in said and "data.jsonl" in said
     assert "step 4, from before them, is saved" in said and f"--resume {run}" in said and "\n" not in said
@@ -335,7 +335,7 @@ def test_a_warning_stops_the_run_where_that_is_asked_for(
     assert train(stored, console=QUIET, resume=str(run)).stopped in ("finished", "early stop")  # said before: goes on
     assert kinds(run) == [guard.WORSE]
 
-    class Losing(HostLoop):
+    class Losing(HostPipeline):
         def stage(self, batch: Any) -> Any:
             batch.labels[-1] = -1
             return super().stage(batch)

@@ -25,7 +25,7 @@ from graftune.observe.speed import Meter
 from graftune.ranks import Ranks
 from graftune.session import text
 from graftune.session.parts import Parts
-from graftune.step.pipeline import HostLoop
+from graftune.step.pipeline import HostPipeline
 from graftune.training.checkpoints import Checkpoints
 from graftune.training.signals import Interrupted, SignalWatch, StopRequest, noted_signals
 from graftune.training.trainer import Trainer
@@ -57,12 +57,12 @@ def test_what_takes_too_long_after_a_signal_is_given_up(
     monkeypatch.setattr(SignalWatch, "TICK", 0.02)
     with monkeypatch.context() as patch:
         if phase == "micro-batch":
-            real, calls = HostLoop.micro, iter(range(99))
+            real, calls = HostPipeline.micro, iter(range(99))
 
-            def micro(self: HostLoop, *args: Any) -> None:
+            def micro(self: HostPipeline, *args: Any) -> None:
                 return asked_to_stop_and_hangs() if next(calls) == 5 else real(self, *args)
 
-            patch.setattr(HostLoop, "micro", micro)
+            patch.setattr(HostPipeline, "micro", micro)
         else:
             place = (Parts, "evaluated") if phase == "evaluation" else (text, "sampled")
             patch.setattr(*place, asked_to_stop_and_hangs)
@@ -80,9 +80,9 @@ def test_what_takes_too_long_after_a_signal_is_given_up(
 def test_a_signal_that_is_sent_twice_does_not_end_the_checkpoint(
     tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, save = HostLoop.step, checkpoint.save
+    real, save = HostPipeline.step, checkpoint.save
 
-    def step(self: HostLoop, *args: Any, **named: Any) -> None:
+    def step(self: HostPipeline, *args: Any, **named: Any) -> None:
         real(self, *args, **named)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -91,7 +91,7 @@ def test_a_signal_that_is_sent_twice_does_not_end_the_checkpoint(
         return save(*args, **named)
 
     config = settings(tiny_folder("llama-shallow"), tmp_path / "run", val_split=0.0, samples=0, save_every=0)
-    monkeypatch.setattr(HostLoop, "step", step)
+    monkeypatch.setattr(HostPipeline, "step", step)
     monkeypatch.setattr(checkpoint, "save", saving)
     monkeypatch.setattr(SignalWatch, "SAME", 60.0)
     result = train(config, console=QUIET)
@@ -101,7 +101,7 @@ def test_a_signal_that_is_sent_twice_does_not_end_the_checkpoint(
 
 def test_an_update_and_a_checkpoint_are_finished() -> None:
     stop = StopRequest()
-    run: Any = SimpleNamespace(pipeline=HostLoop.__new__(HostLoop), state=SimpleNamespace(stop=stop))
+    run: Any = SimpleNamespace(pipeline=HostPipeline.__new__(HostPipeline), state=SimpleNamespace(stop=stop))
     Trainer._give_up(run)
     with stop.interruptible(), pytest.raises(Interrupted):
         Trainer._give_up(run)

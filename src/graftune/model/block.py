@@ -28,15 +28,18 @@ class Stream:
     earlier stream alive."""
 
     x: torch.Tensor  # [T, D]
-    y: torch.Tensor | None = None
+    pending: torch.Tensor | None = None
 
     def total(self) -> torch.Tensor:
-        """The sum, which overwrites y."""
-        return self.x if self.y is None else self.y.add_(self.x)
+        """The sum, which overwrites `pending`."""
+        return self.x if self.pending is None else self.pending.add_(self.x)
 
     def select(self, rows: torch.Tensor) -> None:
         """Drop all rows but these."""
-        self.x, self.y = self.x.index_select(0, rows), None if self.y is None else self.y.index_select(0, rows)
+        self.x, self.pending = (
+            self.x.index_select(0, rows),
+            None if self.pending is None else self.pending.index_select(0, rows),
+        )
 
 
 @dataclass
@@ -123,7 +126,7 @@ class Branch(_Adds):
         return (self.part,)
 
     @property
-    def wrote(self) -> Projection | None:
+    def output_projection(self) -> Projection | None:
         """The part's last projection, if its dY is the stream's gradient as it is."""
         return self.part.last if self._plain else None
 
@@ -152,11 +155,11 @@ class Branch(_Adds):
 
     def backward(
         self, grad: torch.Tensor, ready: ReadyGrad | None, saved: BranchSaved, ctx: PassContext,
-        wrote: Projection | None, need_input: bool = True, added: torch.Tensor | None = None,
+        projection_below: Projection | None, need_input: bool = True, added: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, ReadyGrad | None]:  # fmt: skip
         """The stream's gradient after the branch, in a buffer with adapter columns and perhaps `ready` for the part's
-        last projection -> both before the branch, unless no input's gradient is needed. `wrote` is the projection that
-        wrote the stream before this branch. `added`: the gradient [T, D] of what the branch adds, where that is not the
+        last projection -> both before the branch, unless no input's gradient is needed. `projection_below` wrote the
+        stream before this branch. `added`: the gradient [T, D] of what the branch adds, where that is not the
         stream's."""
         read = self._saved_input(saved, ctx)
         need_input = need_input or (self.norm is not None and self.norm.grad is not None)
@@ -168,7 +171,7 @@ class Branch(_Adds):
         grad_read = self.part.backward(grad_out, ready, read, saved.part, ctx, need_input)
         if grad_read is None:
             return None, None
-        return self._to_stream(grad_read, read, grad, ctx, wrote)
+        return self._to_stream(grad_read, read, grad, ctx, projection_below)
 
     def drop_recomputable(self, saved: BranchSaved) -> BranchSaved:
         """What the policy `selective` keeps."""
@@ -186,19 +189,24 @@ class Branch(_Adds):
         return SavedInput(saved.x, saved.rstd, weight, self.norm_eps)
 
     def _to_stream(
-        self, grad_read: torch.Tensor, read: SavedInput, grad: torch.Tensor, ctx: PassContext, wrote: Projection | None
+        self,
+        grad_read: torch.Tensor,
+        read: SavedInput,
+        grad: torch.Tensor,
+        ctx: PassContext,
+        projection_below: Projection | None,
     ) -> tuple[torch.Tensor, ReadyGrad | None]:
         """The stream's gradient plus what came through the part: in place, or in a new buffer while weight gradients on
-        other streams still read it. It is dY of the projection that `wrote` the stream before, which may want it ready
+        other streams still read it. It is dY of the projection that wrote the stream before, which may want it ready
         to multiply."""
         width = read.x.shape[1]
         after = grad if ctx.side_streams is None else augmented_buffer(grad, len(grad), width, grad.shape[1] - width)
         if self.norm is None:
             spans.operation("norm")
             torch.add(grad[:, :width], grad_read, out=after[:, :width])
-        elif wrote is not None and self.norm.grad is None:
+        elif projection_below is not None and self.norm.grad is None:
             normed = Normed(read.rstd, self.norm.of(ctx.adapted))
-            return after, wrote.norm_backward(grad_read, read.x, normed, grad[:, :width], after, ctx)
+            return after, projection_below.norm_backward(grad_read, read.x, normed, grad[:, :width], after, ctx)
         else:
             weight, trained = self.norm.of(ctx.adapted), self.norm.grad
             rms_norm.add_backward(grad_read, read.x, read.rstd, weight, grad[:, :width], trained, after[:, :width])
@@ -212,7 +220,7 @@ class ParallelBranch(_Adds):
 
     branches: tuple[Branch, ...]
 
-    wrote = None
+    output_projection = None
     adapter_columns = 0
 
     @property
@@ -243,7 +251,7 @@ class ParallelBranch(_Adds):
 
     def backward(
         self, grad: torch.Tensor, ready: ReadyGrad | None, saved: ParallelSaved, ctx: PassContext,
-        wrote: Projection | None, need_input: bool = True,
+        projection_below: Projection | None, need_input: bool = True,
     ) -> tuple[torch.Tensor | None, ReadyGrad | None]:  # fmt: skip
         """As of `Branch`. Each part's share is added to the stream's gradient, so the gradient of the sum is a copy."""
         width = saved.x.shape[1]
@@ -251,7 +259,7 @@ class ParallelBranch(_Adds):
         self._added_backward(grad[:, :width], saved, ctx, added)
         after: torch.Tensor | None = None
         for branch, kept in reversed(list(zip(self.branches, saved.parts, strict=True))):
-            below = wrote if branch is self.branches[0] else None
+            below = projection_below if branch is self.branches[0] else None
             after, ready = branch.backward(grad, None, kept, ctx, below, need_input, added)
             grad = grad if after is None else after
         return after, ready
@@ -300,20 +308,20 @@ class Block:
         return max(branch.adapter_columns for branch in self.branches)
 
     @property
-    def wrote(self) -> Projection | None:
+    def output_projection(self) -> Projection | None:
         """The projection whose dY is the gradient of the stream behind this block, as it is."""
-        return self.branches[-1].wrote if self.stream_scale is None else None
+        return self.branches[-1].output_projection if self.stream_scale is None else None
 
     def forward(self, stream: Stream, ctx: PassContext, rows: torch.Tensor | None = None) -> list[Any]:
         """Replaces the stream; returns what each branch saves. `rows`: the only rows that are needed behind it."""
         saved = []
         for number, branch in enumerate(self.branches):
             self._select(stream, number, rows)
-            stream.x, stream.y, kept = branch.forward(stream.x, stream.y, self._ctx(number, ctx, rows))
+            stream.x, stream.pending, kept = branch.forward(stream.x, stream.pending, self._ctx(number, ctx, rows))
             saved.append(kept)
         self._select(stream, len(self.branches), rows)
         if self.stream_scale is not None:
-            stream.x, stream.y = stream.total().mul_(self.stream_scale), None
+            stream.x, stream.pending = stream.total().mul_(self.stream_scale), None
         return saved
 
     def recompute(self, x: torch.Tensor, ctx: PassContext, rows: torch.Tensor | None = None) -> list[Any]:
@@ -322,10 +330,10 @@ class Block:
         del x
         for number, branch in enumerate(self.branches[:-1]):
             self._select(stream, number, rows)
-            stream.x, stream.y, kept = branch.forward(stream.x, stream.y, self._ctx(number, ctx, rows))
+            stream.x, stream.pending, kept = branch.forward(stream.x, stream.pending, self._ctx(number, ctx, rows))
             saved.append(kept)
         self._select(stream, last, rows)
-        return [*saved, self.branches[-1].recompute(stream.x, stream.y, self._ctx(last, ctx, rows))]
+        return [*saved, self.branches[-1].recompute(stream.x, stream.pending, self._ctx(last, ctx, rows))]
 
     def drop_recomputable(self, saved: list[Any]) -> list[Any]:
         """What the policy `selective` keeps."""
@@ -340,10 +348,10 @@ class Block:
 
     def backward(
         self, stream: StreamGrad, saved: list[Any], ctx: PassContext, rows: torch.Tensor | None,
-        wrote: Projection | None, need_input: bool,
+        projection_below: Projection | None, need_input: bool,
     ) -> None:  # fmt: skip
-        """Replaces the stream's gradient behind the block by that before it, and empties `saved`. `wrote` is the
-        projection that wrote the stream before this block; `need_input`: something below trains."""
+        """Replaces the stream's gradient behind the block by that before it, and empties `saved`. `projection_below`
+        wrote the stream before this block; `need_input`: something below trains."""
         width = saved[0].x.shape[1]
         self._scale_grad(stream, ctx, width)
         for number, branch in reversed(list(enumerate(self.branches))):
@@ -356,7 +364,7 @@ class Block:
                 stream.ready,
                 saved.pop(),
                 self._ctx(number, ctx, rows),
-                self.branches[number - 1].wrote if number else wrote,
+                self.branches[number - 1].output_projection if number else projection_below,
                 need_input or number > 0,
             )
 

@@ -68,11 +68,11 @@ class Sequences(Protocol):
         ...
 
 
-MICRO_BATCHES = 4096  # of a step at most, as far as dropout's seeds go
+MICRO_BATCHES = 4096  # of a step at most
 
 
-def dropout_seed(step: int, micro_batch: int) -> int:
-    """Of a micro-batch of the step behind `step` others: another one for each of a run."""
+def micro_batch_id(step: int, micro_batch: int) -> int:
+    """A number for each micro-batch of a run, which seeds its dropout. `step` counts from 0."""
     return step * MICRO_BATCHES + micro_batch
 
 

@@ -117,8 +117,8 @@ class Decoder:
             spans.phase("backward", block.index)
             # Nothing below the first block trains, most often: then its input's gradient is not computed.
             below = self.blocks[block.index - 1] if block.index else None
-            wrote = None if below is None else below.wrote
-            block.backward(stream, saved, ctx, needed, wrote, below is not None or embedding_trains)
+            projection_below = None if below is None else below.output_projection
+            block.backward(stream, saved, ctx, needed, projection_below, below is not None or embedding_trains)
             self.bundles.leave(block.index, following=block.index - 2)
             ctx.join()
         spans.phase("backward")
@@ -177,7 +177,7 @@ class Decoder:
         self.bundles.enter(HEAD)
         weight, normed = self.norm.of(adapted), torch.empty_like(stream.x)
         with spans.covering("final norm"):
-            x, rstd = rms_norm.add_forward(stream.x, stream.y, weight, self.spec.head.norm.eps, normed)
+            x, rstd = rms_norm.add_forward(stream.x, stream.pending, weight, self.spec.head.norm.eps, normed)
         head, spec = self.head.of(adapted), self.spec.head
         return Output(
             head, normed, x, rstd, weight, self.norm.grad, self._adapter_columns, spec.logit_scale, spec.logit_cap

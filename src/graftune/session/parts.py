@@ -36,7 +36,7 @@ from graftune.ranks import WHOLE, Share
 from graftune.runtime import DTYPES, Runtime
 from graftune.settings.config import Config, LoraConfig
 from graftune.step.evaluate import EvalResult, evaluate
-from graftune.step.pipeline import BaseLoop, pipeline_for
+from graftune.step.pipeline import Pipeline, pipeline_for
 from graftune.step.step import Step
 from graftune.tokenizer import Tokenizer
 from graftune.weights import checkpoint, safetensors_io
@@ -221,7 +221,7 @@ class Parts:
         return self.start
 
     @cached_property
-    def pipeline(self) -> BaseLoop:
+    def pipeline(self) -> Pipeline:
         return pipeline_for(self.step, graph=self.config.train.graph)
 
     def renew_step(self) -> None:

@@ -22,7 +22,7 @@ from graftune.data.memory import Data, as_given
 from graftune.errors import GraftuneError
 from graftune.infer.sample import Sampling
 from graftune.losses import Loss, choose
-from graftune.model.context import dropout_seed
+from graftune.model.context import micro_batch_id
 from graftune.model.start import Start
 from graftune.observe.console import Console
 from graftune.observe.speed import Meter
@@ -189,11 +189,11 @@ class Session:
         pipeline = self._ready()
         if batch._fixed or not self.parts.fixed_shapes:
             for staged in batch._take(pipeline.stage):
-                pipeline.micro(staged, self._next_dropout_seed())
+                pipeline.micro(staged, self._next_micro_batch_id())
         else:
             self.parts.say_once("batches of other shapes than those of batches() run eagerly, not from CUDA graphs")
             for packed in batch.packed:
-                pipeline.eager(packed, self._next_dropout_seed())
+                pipeline.eager(packed, self._next_micro_batch_id())
         self._tokens += batch.tokens
         self._responses += batch.response_tokens
         self._divisor += batch.divisor
@@ -296,9 +296,9 @@ class Session:
             done = self.parts.pipeline.next()
             done.tag._fill(done)
 
-    def _next_dropout_seed(self) -> int:
+    def _next_micro_batch_id(self) -> int:
         self._micro += 1
-        return dropout_seed(self.steps, self._micro - 1)
+        return micro_batch_id(self.steps, self._micro - 1)
 
     # Evaluation and text
 

@@ -31,11 +31,11 @@ class NotFinite(NamedTuple):
     documents: list[int] | None = None  # numbers of the batch's documents that have it; None: it belongs to none
 
 
-def first_not_finite(step: Step, batch: PackedBatch, dropout_seed: int) -> NotFinite | None:
+def first_not_finite(step: Step, batch: PackedBatch, micro_batch_id: int) -> NotFinite | None:
     """Recompute a micro-batch and return the first NaN or Inf; None if everything is finite. Always runs both passes,
     because ranks that share the base's weights must stay in step. Clears the gradients."""
     step.discard()
-    step.set_dropout_seed(dropout_seed)
+    step.set_dropout_seed(micro_batch_id)
     found = [*_weights(step), *_forward(step, batch)]
     step.micro_step(batch, any_shape=True)
     found += _gradients(step)
@@ -66,7 +66,7 @@ def _forward(step: Step, batch: PackedBatch) -> list[NotFinite]:
         reference = reference_log_probs(step.loss, decoder, batch, ctx, step.start)
         stream = decoder.forward(batch.tokens, ctx, batch.rows, tape)
         tape.check(
-            stream.x if stream.y is None else stream.x.float() + stream.y.float(),
+            stream.x if stream.pending is None else stream.x.float() + stream.pending.float(),
             tape.source_of(len(decoder.spec.layers)),
             batch.rows,
         )

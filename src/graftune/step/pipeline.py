@@ -55,12 +55,12 @@ class Figures(NamedTuple):
         return Figures(tag, loss, norm, bool(skipped), tokens, scale, named, step.signals(report))
 
 
-def pipeline_for(step: Step, *, graph: bool = True) -> BaseLoop:
-    """The loop for the step's device."""
-    return DeviceLoop(step, graph) if step.arena.device.type == "cuda" else HostLoop(step)
+def pipeline_for(step: Step, *, graph: bool = True) -> Pipeline:
+    """The pipeline for the step's device."""
+    return DevicePipeline(step, graph) if step.arena.device.type == "cuda" else HostPipeline(step)
 
 
-class BaseLoop(ABC):
+class Pipeline(ABC):
     """Runs one optimizer step after the other; what all devices have in common."""
 
     ahead = 0  # steps that may have been sent after the one whose figures the caller gets
@@ -91,7 +91,7 @@ class BaseLoop(ABC):
         """Send a batch to the device; `micro` takes the result."""
 
     @abstractmethod
-    def eager(self, batch: PackedBatch, dropout_seed: int) -> None:
+    def eager(self, batch: PackedBatch, micro_batch_id: int) -> None:
         """`micro` for a batch on the host whose shape was not captured."""
 
     @abstractmethod
@@ -102,11 +102,11 @@ class BaseLoop(ABC):
     def next(self) -> Figures:
         """Wait for the oldest step whose figures were not returned yet, and return them."""
 
-    def micro(self, staged: Any, dropout_seed: int) -> None:
+    def micro(self, staged: Any, micro_batch_id: int) -> None:
         """Add the loss and the gradients of a staged batch."""
         self._begin()
         spans.phase("host to device", operation="batch")
-        self._micro(staged, dropout_seed)
+        self._micro(staged, micro_batch_id)
 
     def update(self, hyper: Mapping[str, float], tag: Any = None) -> None:
         """Apply the summed gradients; `tag` comes back with the figures of the step."""
@@ -125,7 +125,7 @@ class BaseLoop(ABC):
         """Called before every micro-batch."""
 
     @abstractmethod
-    def _micro(self, staged: Any, dropout_seed: int) -> None: ...
+    def _micro(self, staged: Any, micro_batch_id: int) -> None: ...
     @abstractmethod
     def _upload(self, hyper: Mapping[str, float]) -> None: ...
     @abstractmethod
@@ -137,20 +137,20 @@ class BaseLoop(ABC):
         self,
         staged: Sequence[Any],
         hyper: Mapping[str, float],
-        dropout_seeds: Sequence[int],
+        micro_batch_ids: Sequence[int],
         tag: Any = None,
         between: Callable[[], None] = lambda: None,
     ) -> None:
         """One optimizer step over staged batches; `between` is called before each micro-batch."""
-        for batch, dropout_seed in zip(staged, dropout_seeds, strict=True):
+        for batch, micro_batch_id in zip(staged, micro_batch_ids, strict=True):
             between()
             self.in_micro = True
-            self.micro(batch, dropout_seed)
+            self.micro(batch, micro_batch_id)
             self.in_micro = False
         self.update(hyper, tag)
 
 
-class HostLoop(BaseLoop):
+class HostPipeline(Pipeline):
     """Runs eagerly and synchronously."""
 
     def __init__(self, step: Step):
@@ -159,12 +159,12 @@ class HostLoop(BaseLoop):
     def stage(self, batch: PackedBatch) -> PackedBatch:
         return batch.to(self.work.arena.device)
 
-    def _micro(self, staged: PackedBatch, dropout_seed: int) -> None:
-        self.work.set_dropout_seed(dropout_seed)
+    def _micro(self, staged: PackedBatch, micro_batch_id: int) -> None:
+        self.work.set_dropout_seed(micro_batch_id)
         self.work.micro_step(staged)
 
-    def eager(self, batch: PackedBatch, dropout_seed: int) -> None:
-        self.micro(self.stage(batch), dropout_seed)
+    def eager(self, batch: PackedBatch, micro_batch_id: int) -> None:
+        self.micro(self.stage(batch), micro_batch_id)
 
     def _upload(self, hyper: Mapping[str, float]) -> None:
         self.work.set_hyper(hyper)
@@ -249,7 +249,7 @@ class MicroStepInputs:
         self.run = Captured(lambda: step.micro_step(batch), enabled=graph, pool=pool)
 
 
-class DeviceLoop(BaseLoop):
+class DevicePipeline(Pipeline):
     """Captures each micro-step and the update as CUDA graphs and replays them, or launches their kernels eagerly."""
 
     ahead = AHEAD
@@ -292,22 +292,22 @@ class DeviceLoop(BaseLoop):
             self.work.longest = longest
             self.inputs.clear()
 
-    def _micro(self, staged: TransferSlot, dropout_seed: int) -> None:
+    def _micro(self, staged: TransferSlot, micro_batch_id: int) -> None:
         main, inputs = torch.cuda.current_stream(), self._inputs(staged.shape)
         main.wait_event(staged.arrived)
         inputs.flat.copy_(staged.device)
         staged.taken.record(main)
         self.free.put(staged)
         if self.work.dropout:
-            self.work.set_dropout_seed(dropout_seed)
+            self.work.set_dropout_seed(micro_batch_id)
         self.work.decoder.bundles.restore_first_blocks()  # an evaluation left other blocks in the buffers
         inputs.run()
 
-    def eager(self, batch: PackedBatch, dropout_seed: int) -> None:
+    def eager(self, batch: PackedBatch, micro_batch_id: int) -> None:
         """Run a batch whose shape was not captured, kernel by kernel."""
         self._begin()
         if self.work.dropout:
-            self.work.set_dropout_seed(dropout_seed)
+            self.work.set_dropout_seed(micro_batch_id)
         self.work.micro_step(batch.to(self.device), any_shape=True)
 
     def _begin(self) -> None:

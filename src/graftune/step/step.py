@@ -114,10 +114,10 @@ class Step:
         row = [values[name] * (self.unit if name == "divisor" else 1.0) for name in adamw.Hyper._fields]
         return [*row, float(values.get("stop", 0))]
 
-    def set_dropout_seed(self, number: int) -> None:
-        """Seed the dropout masks of the run's micro-batch `number`. The run's seed may have 63 bits, so the product
+    def set_dropout_seed(self, micro_batch_id: int) -> None:
+        """Seed the dropout masks of a micro-batch. The run's seed may have 63 bits, so the product
         is cut to 63 bits."""
-        self.dropout_seed.fill_((self.seed * 1_000_003 + number) & (2**63 - 1))
+        self.dropout_seed.fill_((self.seed * 1_000_003 + micro_batch_id) & (2**63 - 1))
 
     def micro_step(self, batch: PackedBatch, *, any_shape: bool = False) -> None:
         """Add the loss and the gradients of a batch to the sums. `any_shape`: this shape is not expected again, so

@@ -34,7 +34,7 @@ from graftune.data.pack import pack, pack_nothing
 from graftune.errors import GraftuneError
 from graftune.io.files import remove_at_once
 from graftune.kernels.grad_norm.reference import LEAST_SCALE
-from graftune.model.context import dropout_seed
+from graftune.model.context import micro_batch_id
 from graftune.observe.events import Event
 from graftune.settings.sources import label
 from graftune.step.evaluate import EvalResult
@@ -238,7 +238,7 @@ class Guard(Hook):
             indices = bins[number] if number < len(bins) else []
             examples = take(self.loader.examples, indices)
             batch = pack(examples, layout=layout) if indices else pack_nothing(layout)
-            found = first_not_finite(parts.step, batch.to(parts.runtime.device), dropout_seed(place.step, number))
+            found = first_not_finite(parts.step, batch.to(parts.runtime.device), micro_batch_id(place.step, number))
             if found is not None and not found_first:
                 documents = range(len(indices)) if found.documents is None else found.documents
                 rows = [examples[i].row for i in documents if i < len(indices)]

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from graftune.model.context import dropout_seed
+from graftune.model.context import micro_batch_id
 from graftune.observe.console import Console
 from graftune.observe.profile import Profile
 from graftune.settings.config import Config
@@ -81,8 +81,8 @@ class Sender:
         epoch, place, micro_batches = next(self.steps)
         loader, optim = self.loader, self.config.optim
         hyper = hyperparameters(optim, divisor=loader.divisor(epoch, place))
-        seeds = [dropout_seed(self.sent, number) for number in loader.bins(epoch, place)]
-        self.parts.pipeline.step(micro_batches, hyper, seeds)
+        ids = [micro_batch_id(self.sent, number) for number in loader.bins(epoch, place)]
+        self.parts.pipeline.step(micro_batches, hyper, ids)
         self.parts.pipeline.finished()
         self.sent += 1
         self.tokens += loader.counts(epoch, place)[0]

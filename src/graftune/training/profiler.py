@@ -32,7 +32,7 @@ from graftune.io.files import write_file
 from graftune.observe.profile import Profile, read
 from graftune.session import Parts
 from graftune.spans import EVERY_LAYER, Clock, HostClock, StampTurn, Timeline
-from graftune.step.pipeline import BaseLoop
+from graftune.step.pipeline import Pipeline
 from graftune.training import floors
 from graftune.training.hooks import Hook, RunState
 
@@ -85,7 +85,7 @@ class Recorder:
         return True
 
 
-def profiled(loop: BaseLoop, send: Send, device: torch.device, steps: int) -> Profile:
+def profiled(loop: Pipeline, send: Send, device: torch.device, steps: int) -> Profile:
     """At least `steps` profiled steps, as many in every turn. The steps are real: they train."""
     clock = spans.clock_for(device)
     recorder = Recorder(clock)
@@ -112,7 +112,7 @@ def profiled(loop: BaseLoop, send: Send, device: torch.device, steps: int) -> Pr
     return profile
 
 
-def _turns(loop: BaseLoop, send: Send, clock: Clock, profile: Profile) -> list[StampTurn]:
+def _turns(loop: Pipeline, send: Send, clock: Clock, profile: Profile) -> list[StampTurn]:
     """One, unless its stamps would take too much of a captured step. Stamps are counted in an eager step, and eager
     steps are timed to see what the graph saves."""
     if not loop.graph:

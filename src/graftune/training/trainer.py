@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from graftune.model.context import dropout_seed
+from graftune.model.context import micro_batch_id
 from graftune.observe.console import Console
 from graftune.observe.events import Event, EventLog
 from graftune.observe.trackers import Tracking
@@ -201,7 +201,7 @@ class Trainer:
         lr = learning_rate(p.step, state.total, optim)
         tokens, responses = self.loader.counts(p.epoch, p.epoch_step)
         hyper = hyperparameters(optim, lr=lr, divisor=self.loader.divisor(p.epoch, p.epoch_step))
-        dropout_seeds = [dropout_seed(p.step, number) for number in self.loader.bins(p.epoch, p.epoch_step)]
+        ids = [micro_batch_id(p.step, number) for number in self.loader.bins(p.epoch, p.epoch_step)]
         if state.ranks.world is not None:  # a step that others have begun is not left: all stop after the same one
             hyper["stop"] = float(state.stop.signal > 0)
         facts = {"step": p.step + 1, "epoch": p.epoch, "lr": lr, "tokens": tokens, "response_tokens": responses}
@@ -210,7 +210,7 @@ class Trainer:
         state.ranks.begin(p.step + 1)
         # In the first step kernels compile and the graph is captured.
         with nullcontext() if report.host_seconds else marked("first step"), self._around_step():
-            self.pipeline.step(micro_batches, hyper, dropout_seeds, facts, state.check_stop_alone)
+            self.pipeline.step(micro_batches, hyper, ids, facts, state.check_stop_alone)
         p.step, p.epoch_step = p.step + 1, p.epoch_step + 1
         report.sent(self.parts, p.step)
         for hook in self.hooks:

@@ -116,7 +116,7 @@ class AttentionSpec(MixerSpec):
             q_norm=q_norm,
             k_norm=k_norm,
             norm_eps=self.norm_eps,
-            rope=place.rope(self.rope),
+            rope_index=place.rope(self.rope),
             window=self.window,
             score_scale=self.score_scale,
             score_cap=self.score_cap,
@@ -155,7 +155,7 @@ class Attention(Mixer[AttentionSaved]):
     q_norm: NormWeight | None
     k_norm: NormWeight | None
     norm_eps: float
-    rope: int
+    rope_index: int  # of the rotary tables
     window: int
     score_scale: float
     score_cap: float
@@ -176,7 +176,7 @@ class Attention(Mixer[AttentionSaved]):
     def forward(self, entry: PartInput, ctx: PassContext) -> tuple[torch.Tensor, AttentionSaved]:
         qkv, h_qkv = entry.product(self.qkv)
         raw = rope.finish_(
-            qkv, *ctx.tables[self.rope], self.heads, bias=self.bias.value if self.bias else None,
+            qkv, *ctx.tables[self.rope_index], self.heads, bias=self.bias.value if self.bias else None,
             q_norm=_weight(self.q_norm, ctx), k_norm=_weight(self.k_norm, ctx), eps=self.norm_eps,
         )  # fmt: skip
         mixed = self.o.input_buffer(entry.x, len(entry.x))
@@ -214,7 +214,7 @@ class Attention(Mixer[AttentionSaved]):
         del grad_mixed
         if grad_qkv is None:  # only now: attention's own memory is free again
             grad_qkv = self.qkv.grad_buffer(read.x, len(read.x))
-        tables, ready = ctx.tables[self.rope], None
+        tables, ready = ctx.tables[self.rope_index], None
         if need_input and self.q_norm is None:
             ready = self.qkv.rope_backward(grads, grad_qkv, tables, self.heads, ctx)
         else:
