@@ -3,7 +3,7 @@ code they are about; the others are here, and in tests/fuzz/corpus, which tests/
 
 | finding | test |
 |---|---|
-| R1 a checkpoint's own numbers are believed | tests/training/test_going_on.py: WRONG |
+| R1 a checkpoint's own numbers are believed | tests/training/test_going_on.py: numbers_that_the_run_does_not_have |
 | R2 nested JSON: rows, adapters, checkpoints, logs | corpus: jsonl, adapter, checkpoint and run_folder--nested |
 | R3 YAML: aliases, digits, nesting | corpus: yaml--*; tests/test_config.py |
 | R4 tokenizer.json: panics and aborts | corpus: tokenizer--*; below |

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import math
 import os
 import shutil
 import signal
@@ -17,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from graftune.api import train
 from graftune.cli import main
@@ -349,45 +347,18 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder) -> Path:
     return train(settings(tiny_folder("llama-shallow"), out), console=QUIET).folder
 
 
-WRONG: list[dict[str, Any]] = [
-    {"step": -1}, {"step": True}, {"step": 10**9}, {"epoch": 99}, {"epoch_step": 10**9}, {"updates": -5},
-    {"updates": 10**9}, {"best_step": 10**6}, {"last_eval": "3"}, {"best_loss": "low"}, {"stale": -1}, {"epoch": None},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("numbers", WRONG, ids=str)
-@pytest.mark.parametrize("summed", [False, True])
-def test_numbers_that_no_run_has(numbers: dict[str, Any], summed: bool, finished: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("numbers", [{"step": 10**9}, {"epoch": 99}, {"epoch_step": 10**9}], ids=str)
+def test_numbers_that_the_run_does_not_have(numbers: dict[str, Any], finished: Path, tmp_path: Path) -> None:
     run = stopped_copy(finished, tmp_path / "run")
     path = checkpoint.latest(run / "checkpoints")
     assert path is not None
     state = json.loads((path / checkpoint.STATE).read_text())
     state["progress"] |= numbers
-    if summed:  # by whoever changed them
-        state["sha256"] = checkpoint._checksum(state)
+    state["sha256"] = checkpoint._checksum(state)
     (path / checkpoint.STATE).write_text(json.dumps(state))
     (path / checkpoint.TENSORS).write_bytes(b"")  # which is not looked at before
-    with pytest.raises(GraftuneError, match="this checkpoint is damaged") as caught:
-        place, _ = checkpoint.read_state(path)
-        checkpoint.check_place(path, place, [5, 5, 5])
-    assert "header" not in str(caught.value).lower()
-
-
-@pytest.mark.parametrize(("name", "value"), [("weights", math.nan), ("m", math.inf), ("v", math.nan), ("v", -1.0)])
-def test_tensors_that_no_run_can_go_on_from(name: str, value: float, finished: Path, tmp_path: Path) -> None:
-    """With digests that fit: whoever changed them put them right, or an earlier version wrote them."""
-    run = stopped_copy(finished, tmp_path / "run")
-    path = checkpoint.latest(run / "checkpoints")
-    assert path is not None
-    checkpoint.check_whole(path)
-    held = load_file(path / checkpoint.TENSORS)
-    held[name][3] = value
-    save_file(held, path / checkpoint.TENSORS)
-    state = json.loads((path / checkpoint.STATE).read_text())
-    state["tensors"] = checkpoint._digest(path / checkpoint.TENSORS)
-    (path / checkpoint.STATE).write_text(json.dumps(state | {"sha256": checkpoint._checksum(state)}))
-    with pytest.raises(checkpoint.DamagedCheckpoint, match=rf"damaged \({name}"):
-        checkpoint.check_whole(path)
+    with pytest.raises(checkpoint.DamagedCheckpoint, match="which this run does not have"):
+        checkpoint.check_whole(path, {}, [5, 5, 5])
 
 
 def test_another_machine_is_said_and_not_refused(finished: Path, tmp_path: Path) -> None:

@@ -4,16 +4,14 @@ and renamed.
 A folder `step-N` is therefore whole or absent, at whatever moment the process dies. Progress is the step, the epoch,
 the step in the epoch and the early-stopping counters; there is no generator state, because shuffles and dropout follow
 from Progress. Its numbers are checked against their checksum and against the run before a tensor is read, and the file
-of tensors against the digest in the state: a disk may lose data that it reported as written. NaN and Inf are neither
-written (`is_sound`) nor read. A resume takes the newest checkpoint that is whole (`newest_whole`) and renames damaged
-ones.
+of tensors against the digest in the state: a disk may lose data that it reported as written. NaN and Inf are never
+written (`is_sound`). A resume takes the newest checkpoint that is whole (`newest_whole`) and renames damaged ones.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -23,23 +21,21 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from graftune.errors import GraftuneError
-from graftune.io.files import OLD, PART, check_plain, new_folder, remove, remove_at_once
+from graftune.io.files import OLD, PART, new_folder, remove, remove_at_once
 from graftune.io.json_file import read_object
 from graftune.model.arena import Arena
 from graftune.weights import safetensors_io
 from graftune.weights.finite import is_finite
 
 STATE, TENSORS = "state.json", "state.safetensors"
-BUFFERS = {"weights", "m", "v"}  # of the arena
 # Of a run's identity. Raise it when an unfinished run of an earlier version cannot be continued: when its digests are
 # computed in another way, as after a new field of ModelSpec, or its settings have another meaning.
 FORMAT = 2
 DAMAGED = ".damaged"  # appended to the name of a damaged checkpoint
 _PIECE = 1 << 26  # bytes that one thread hashes at a time
-_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 class DamagedCheckpoint(GraftuneError):
@@ -173,7 +169,7 @@ def check_whole(path: Path, identity: Identity | None = None, epoch_steps: Seque
 
 
 def _check_tensors(path: Path) -> None:
-    """Compares the file of tensors with the digest in the state, and looks for NaN and Inf."""
+    """Compares the file of tensors with the digest in the state."""
     wanted = read_object(path / STATE).get("tensors", "")
     try:
         found = _digest(path / TENSORS)
@@ -181,23 +177,6 @@ def _check_tensors(path: Path) -> None:
         raise _damaged(path, f"{TENSORS} is gone") from None
     if found != wanted:
         raise _damaged(path, "its tensors are not those that were written")
-    try:
-        with safe_open(str(path / TENSORS), framework="pt") as held:
-            for name in BUFFERS & set(held.keys()):
-                _check_finite(path, name, held.get_slice(name))
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise _damaged(path, error) from None
-
-
-def _check_finite(path: Path, name: str, held: Any) -> None:
-    """Reads a tensor of a file piece by piece."""
-    count = _PIECE // 4
-    for start in range(0, held.get_shape()[0] if len(held.get_shape()) == 1 else 0, count):
-        values = held[start : start + count]
-        if values.is_floating_point() and not is_finite(values):
-            raise _damaged(path, f"{name} holds numbers that are not finite")
-        if name == "v" and bool((values < 0).any()):
-            raise _damaged(path, "v, a mean of squares, holds numbers below zero")
 
 
 def read_state(path: Path) -> tuple[Progress, Identity]:
@@ -213,22 +192,7 @@ def read_state(path: Path) -> tuple[Progress, Identity]:
         raise
     except _UNREADABLE as error:
         raise _damaged(path, error) from None
-    _check_numbers(path, progress)
     return progress, identity
-
-
-def _check_numbers(path: Path, place: Progress) -> None:
-    """Refuses numbers that are impossible in any run."""
-    for name, value in asdict(place).items():
-        if name.endswith("_loss"):
-            fits = value is None or (type(value) is float and not math.isinf(value))
-        else:
-            fits = type(value) is int and value >= (-1 if name in ("last_eval", "best_step") else 0)
-        if not fits:
-            raise _damaged(path, f"{name} is {value!r}")
-    for name in ("epoch_step", "updates", "last_eval", "best_step"):
-        if getattr(place, name) > place.step:
-            raise _damaged(path, f"{name} is {getattr(place, name)} at step {place.step}")
 
 
 def check_place(path: Path, place: Progress, epoch_steps: Sequence[int]) -> None:
@@ -263,10 +227,7 @@ def load(
     if any(tensor.shape != buffer.shape for tensor, buffer in buffers):
         raise GraftuneError("this checkpoint holds other adapters", where=str(path), fix="resume with its own config")
     if scaler is not None and "loss_scale" in tensors:
-        try:
-            scaler.load_state_dict(tensors)
-        except GraftuneError as error:
-            raise _damaged(path, error.what) from None
+        scaler.load_state_dict(tensors)
     for tensor, buffer in buffers:
         buffer.copy_(tensor)
     arena.publish()
@@ -308,11 +269,10 @@ def _check_settings(now: Identity, stored: Identity, folder: Path) -> None:
 def read_weights(path: Path, arena: Arena) -> None:
     """Reads the trained weights alone, for the best checkpoint at the end of a run."""
     try:
-        check_plain(path / TENSORS)
-        with safe_open(str(path / TENSORS), framework="pt") as held:
-            arena.weights.copy_(held.get_tensor("weights").to(torch.float32))
-    except (OSError, KeyError, RuntimeError, SafetensorError, GraftuneError) as error:
-        raise _damaged(path, error) from None
+        held = safetensors_io.open_shard(path / TENSORS)
+    except GraftuneError as error:
+        raise _damaged(path, error.what) from None
+    arena.weights.copy_(held.get_tensor("weights"))
     arena.publish()
 
 
