@@ -26,9 +26,9 @@ def good(tuned: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(good: Path, path: Path, change: Callable[[dict[str, bytes], list[OutputTensor]], None]) -> Path:
-    from graftune.weights.gguf_io import read_gguf
+    from graftune.weights.gguf_io import header_bytes, read_gguf
 
-    keys = gguf_file.header_of(good)
+    keys = header_bytes(good)
     tensors = [OutputTensor(n, TensorRows(t.values()), "F32") for n, t in read_gguf(good).tensors.items()]
     change(keys, tensors)
     write_gguf(path, keys, tensors)
@@ -44,7 +44,7 @@ def wide_rank(keys: dict[str, bytes], tensors: list[OutputTensor]) -> None:
     ("change", "said"),
     [
         (lambda keys, tensors: keys.pop("adapter.lora.alpha"), "has no adapter.lora.alpha"),
-        (lambda keys, tensors: keys.update({"adapter.type": gguf_file.text("ia3")}), "is not a LoRA adapter"),
+        (lambda keys, tensors: keys.update({"adapter.type": gguf_file.encoded("ia3")}), "is not a LoRA adapter"),
         (
             lambda keys, tensors: tensors.append(OutputTensor("blk.0.odd.lora_a", tensors[0].source, "F32")),
             "uses blk.0.odd",

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from graftune.api import export, train
 from graftune.cli import main
 from graftune.errors import GraftuneError
-from graftune.exporting import gguf_file, gguf_keys, gguf_mix, write
+from graftune.exporting import gguf_file, gguf_mix, gguf_model, write
 from graftune.io import files
 from graftune.model.part import AttentionShape
 from graftune.observe.console import Console
@@ -224,7 +224,7 @@ def test_a_disk_too_small_is_seen_before(run: Path, tmp_path: Path, monkeypatch:
 
 
 def test_what_is_written_wrong_is_found(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bit lost on the way to the disk, and values that were wrong before they were written."""
+    """A bit lost on the way to the disk."""
     real = streamed.raw
 
     def lossy(values: torch.Tensor) -> memoryview:
@@ -234,14 +234,9 @@ def test_what_is_written_wrong_is_found(run: Path, tmp_path: Path, monkeypatch: 
 
     for to, out in (("gguf", "x.gguf"), ("merged", "x")):
         monkeypatch.setattr(streamed, "raw", Once(real, lossy))
-        with pytest.raises(GraftuneError, match=r"reading back .* with other (bytes|values)"):
+        with pytest.raises(GraftuneError, match=r"reading back .* with other bytes"):
             export(str(run), to, kind="F32", out=str(tmp_path / out))
         monkeypatch.undo()
-    shifted = streamed.pieces
-    monkeypatch.setattr(streamed, "pieces", lambda s: ((a, b, v * 1.5) for a, b, v in shifted(s)))
-    for kind in ("F32", "Q8_0"):
-        with pytest.raises(GraftuneError, match="with other values"):
-            export(str(run), "gguf", kind=kind, out=str(tmp_path / "x.gguf"))
     assert not list(tmp_path.iterdir())
 
 
@@ -306,8 +301,8 @@ def test_named_templates_of_a_gguf_are_not_carried_on(
 ) -> None:
     """The base was not checked when it was opened."""
     made = export(str(run), "gguf", kind="BF16", out=str(tmp_path / "a.gguf")).path
-    found = gguf_file.header_of(made)
-    named = {"tokenizer.chat_template.tool_use": gguf_file.text("{{ ''.__class__ }}")}
-    monkeypatch.setattr(gguf_file, "header_of", lambda path: found | named)
-    kept = gguf_keys.model_keys(open_base(str(made)), "x", 0, None)
+    found = gguf_model.header_bytes(made)
+    named = {"tokenizer.chat_template.tool_use": gguf_file.encoded("{{ ''.__class__ }}")}
+    monkeypatch.setattr(gguf_model, "header_bytes", lambda path: found | named)
+    kept = gguf_model.model_keys(open_base(str(made)), "x", 0, None)
     assert kept["tokenizer.chat_template"] == found["tokenizer.chat_template"] and not named.keys() & kept.keys()

@@ -11,7 +11,7 @@ import torch
 from graftune.api import train
 from graftune.data.pack import pack
 from graftune.errors import GraftuneError
-from graftune.kernels import attention, gguf_dequant
+from graftune.kernels import attention
 from graftune.kernels.gguf_dequant import KINDS
 from graftune.model.frozen import Dense, Table, Unpacked
 from graftune.observe.console import Console
@@ -19,9 +19,7 @@ from graftune.observe.events import evals, read_events
 from graftune.settings.config import Config, LoraConfig
 from graftune.step.pipeline import DevicePipeline
 from graftune.step.step import Step
-from graftune.weights import gguf_quant
 from graftune.weights.base import Base, default_base
-from graftune.weights.gguf_quant import TYPES
 from graftune.weights.load import scratch_values
 from graftune.weights.synthetic import random_base
 from tests.gpu.test_step import HYPER, SHAPE, examples
@@ -196,18 +194,3 @@ def test_the_default_base_trains_captured_in_its_own_blocks(tmp_path):
         assert min(found[kind]) < 0.95 * found[kind][0]
     assert found["keep"] == pytest.approx(found["bf16"], rel=0.02)
     assert found["nf4"] != pytest.approx(found["bf16"], rel=1e-3)
-
-
-@pytest.mark.parametrize("kind", TYPES)
-def test_weights_on_the_device_are_quantised_there(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CPU, but for sums that are added up in another order: then another scale may be as good."""
-    monkeypatch.setattr(gguf_quant, "DEVICE_PIECE", 1 << 14)
-    x = torch.randn(40, 1024)
-    here, there = gguf_quant.quantise(x, kind), gguf_quant.quantise(x.cuda(), kind)
-    assert there.is_cuda and there.shape == here.shape
-    assert float((there.cpu() == here).float().mean()) > (1 if kind in (*TYPES[:3], "Q8_0") else 0.9) - 1e-6
-    values = [torch.empty_like(x), torch.empty_like(x)]
-    for blocks, out in zip((here, there.cpu()), values, strict=True):
-        gguf_dequant.dequantise(blocks, kind, out)
-    near, far = ((out - x).norm() for out in values)
-    assert abs(near - far) <= 1e-3 * near

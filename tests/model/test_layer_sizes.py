@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from graftune.batch import Example
 from graftune.errors import GraftuneError
-from graftune.exporting.gguf_keys import model_keys
+from graftune.exporting.gguf_model import model_keys
 from graftune.infer.sample import Sampling
 from graftune.model.feed_forward.gated import GatedSpec
 from graftune.model.frozen.tensor_rows import TensorRows

@@ -19,42 +19,26 @@ from graftune.weights.gguf_io import MAGIC, header_bytes, read_gguf
 from graftune.weights.streamed import UNWATCHED, OutputTensor, Watcher, check_tensor, misread, write_tensor
 
 ALIGNMENT = 32
-_FORMS = {
-    GGUFValueType.UINT32: "<I",
-    GGUFValueType.INT32: "<i",
-    GGUFValueType.UINT64: "<Q",
-    GGUFValueType.FLOAT32: "<f",
-    GGUFValueType.BOOL: "<?",
-}
+_NUMBERS = {bool: (GGUFValueType.BOOL, "?"), int: (GGUFValueType.UINT32, "I"), float: (GGUFValueType.FLOAT32, "f")}
+_LISTED = _NUMBERS | {int: (GGUFValueType.INT32, "i")}
 
 
-def text(value: str) -> bytes:
-    return struct.pack("<I", GGUFValueType.STRING) + _text(value)
-
-
-def number(value: int | float | bool, kind: GGUFValueType = GGUFValueType.UINT32) -> bytes:
-    if isinstance(value, bool):
-        kind = GGUFValueType.BOOL
-    elif isinstance(value, float):
-        kind = GGUFValueType.FLOAT32
-    return struct.pack("<I", kind) + struct.pack(_FORMS[kind], value)
-
-
-def array(values: Sequence[Any], kind: GGUFValueType) -> bytes:
-    head = struct.pack("<IIQ", GGUFValueType.ARRAY, kind, len(values))
-    if kind == GGUFValueType.STRING:
-        return head + b"".join(map(_text, values))
-    return head + struct.pack(f"<{len(values)}{_FORMS[kind][1]}", *values)
+def encoded(value: str | float | list[Any]) -> bytes:
+    """The type and the value of a key."""
+    if isinstance(value, str):
+        return struct.pack("<I", GGUFValueType.STRING) + _text(value)
+    if not isinstance(value, list):
+        kind, form = _NUMBERS[type(value)]
+        return struct.pack(f"<I{form}", kind, value)
+    if not value or isinstance(value[0], str):
+        return struct.pack("<IIQ", GGUFValueType.ARRAY, GGUFValueType.STRING, len(value)) + b"".join(map(_text, value))
+    kind, form = _LISTED[type(value[0])]
+    return struct.pack(f"<IIQ{len(value)}{form}", GGUFValueType.ARRAY, kind, len(value), *value)
 
 
 def _text(value: str) -> bytes:
     encoded = value.encode("utf-8", errors="surrogateescape")
     return struct.pack("<Q", len(encoded)) + encoded
-
-
-def header_of(path: Path) -> dict[str, bytes]:
-    """The keys of a file that `read_gguf` read before, each with its type and value as they are stored."""
-    return dict(header_bytes(path))
 
 
 def padded(size: int) -> int:
@@ -92,7 +76,7 @@ def _write(file: BinaryIO, keys: Mapping[str, bytes], tensors: Sequence[OutputTe
 
 def _check(path: Path, keys: Mapping[str, bytes], tensors: Sequence[OutputTensor], sums: Sequence[int]) -> None:
     found = read_gguf(path)
-    if header_of(path) != dict(keys):
+    if header_bytes(path) != dict(keys):
         raise misread("other keys than were written", path)
     if list(found.tensors) != [tensor.name for tensor in tensors]:
         raise misread("other tensors than were written", path)

@@ -7,10 +7,10 @@ The file can hold only A's and B's: an adapter that also has norms or tokens is 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from graftune.errors import GraftuneError
-from graftune.exporting import gguf_file
-from graftune.exporting.gguf_file import write_gguf
+from graftune.exporting.gguf_file import encoded, write_gguf
 from graftune.model.families import family_of
 from graftune.model.frozen.tensor_rows import TensorRows
 from graftune.model.lora import scaling
@@ -50,7 +50,7 @@ def lora_tensors(adapter: Adapter, base: Base, kind: str) -> list[OutputTensor]:
 
 def write_lora_gguf(path: Path, adapter: Adapter, base: Base, kind: str, name: str) -> None:
     lora = adapter.lora
-    texts = {
+    values: dict[str, Any] = {
         "general.architecture": family_of(base.spec).arch,
         "general.type": "adapter",
         "general.name": name,
@@ -59,10 +59,9 @@ def write_lora_gguf(path: Path, adapter: Adapter, base: Base, kind: str, name: s
         adapter_gguf.BASE_SHA256: base.sha256,
         adapter_gguf.REVISION: adapter.revision,
         adapter_gguf.TEMPLATE: adapter.template,
+        "adapter.lora.alpha": float(scaling(lora) * lora.rank),
+        adapter_gguf.APPEND_EOS: adapter.append_eos,
+        "general.file_type": {"F32": 0, "F16": 1, "BF16": 32}[kind],
     }
-    keys = {key: gguf_file.text(value) for key, value in texts.items()}
-    keys["adapter.lora.alpha"] = gguf_file.number(float(scaling(lora) * lora.rank))
-    keys[adapter_gguf.APPEND_EOS] = gguf_file.number(bool(adapter.append_eos))
-    file_type = {"F32": 0, "F16": 1, "BF16": 32}[kind]
-    keys["general.file_type"] = gguf_file.number(file_type)
+    keys = {key: encoded(value) for key, value in values.items()}
     write_gguf(path, keys, lora_tensors(adapter, base, kind))

@@ -1,4 +1,6 @@
-"""A whole model as one GGUF file: every tensor under GGUF's name, written, and read back."""
+"""A whole model as one GGUF file: header and tensors under GGUF's names, written, and read back.
+
+The header has the base's own keys where it is a GGUF, else those that its family writes."""
 
 from __future__ import annotations
 
@@ -10,16 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from graftune.errors import GraftuneError
-from graftune.exporting.gguf_file import write_gguf
-from graftune.exporting.gguf_keys import model_keys
+from graftune.exporting.gguf_file import encoded, write_gguf
 from graftune.exporting.gguf_mix import TYPES, tensor_kind
+from graftune.exporting.gguf_vocab import CONTROL, vocabulary
 from graftune.model.families import family_of
 from graftune.model.frozen import RowSource
 from graftune.model.frozen.tensor_rows import TensorRows
 from graftune.model.rotary import RopeSpec
 from graftune.weights import experts, rows
-from graftune.weights.base import Base
+from graftune.weights.base import Base, open_base
+from graftune.weights.gguf_io import header_bytes, read_gguf
 from graftune.weights.streamed import UNWATCHED, OutputTensor, Watcher
+
+# True of the file that was read, not of what is written now; and templates, of which one is checked and written.
+_DROPPED = ("split.", "quantize.imatrix.", "general.alignment", "tokenizer.chat_template")
 
 
 def gguf_tensors(base: Base, mix: str) -> list[OutputTensor]:
@@ -61,14 +67,43 @@ def write_model_gguf(
     watcher: Watcher = UNWATCHED,
 ) -> None:
     """Written at `path` and read back, tokenizer and shape of the model too."""
-    keys = model_keys(base, name, int(TYPES[mix][1]), end_of_turn)
-    write_gguf(path, keys, tensors, watcher)
+    write_gguf(path, model_keys(base, name, int(TYPES[mix][1]), end_of_turn), tensors, watcher)
     _check(path, base)
 
 
-def _check(path: Path, base: Base) -> None:
-    from graftune.weights.base import open_base
+def model_keys(base: Base, name: str, file_type: int, end_of_turn: int | None) -> dict[str, bytes]:
+    """The header of a whole model; `base` is the merged one."""
+    keys = _kept_keys(base) if base.kind == "gguf" else _own_keys(base, name, end_of_turn)
+    keys |= {"general.file_type": encoded(file_type), "general.quantization_version": encoded(2)}
+    if base.tokenizer.template is not None:
+        keys["tokenizer.chat_template"] = encoded(base.tokenizer.template.checked_source())
+    return keys
 
+
+def _kept_keys(base: Base) -> dict[str, bytes]:
+    """Those of the GGUF that the base was read from, with the new tokens."""
+    keys = {k: v for k, v in header_bytes(base.path).items() if not k.startswith(_DROPPED)}
+    metadata = read_gguf(base.path).metadata
+    new = [base.tokenizer.token(id) for id in range(len(metadata["tokenizer.ggml.tokens"]), base.spec.vocab)]
+    if new:
+        longer = {"tokens": new, "token_type": [CONTROL] * len(new), "scores": [-1000.0] * len(new)}
+        for key, more in longer.items():
+            if (stored := f"tokenizer.ggml.{key}") in keys:
+                keys[stored] = encoded(metadata[stored] + more)
+        if (size := f"{family_of(base.spec).arch}.vocab_size") in keys:
+            keys[size] = encoded(base.spec.vocab)
+    return keys
+
+
+def _own_keys(base: Base, name: str, end_of_turn: int | None) -> dict[str, bytes]:
+    family = family_of(base.spec)
+    values = {"general.architecture": family.arch, "general.type": "model", "general.name": name}
+    values |= {f"{family.arch}.{key}": value for key, value in family.gguf_keys(base.spec, base.name).items()}
+    keys = {key: encoded(value) for key, value in values.items()}
+    return keys | vocabulary(base.tokenizer, base.spec.vocab, end_of_turn)
+
+
+def _check(path: Path, base: Base) -> None:
     back = open_base(str(path))
     want, got = (dict(_values(each.spec)) for each in (base, back))
     for place in want | got:

@@ -13,7 +13,6 @@ import json
 from typing import Any
 
 import tokenizers
-from gguf.constants import GGUFValueType
 
 from graftune.errors import GraftuneError
 from graftune.exporting import gguf_file
@@ -67,14 +66,7 @@ def vocabulary(tokenizer: Tokenizer, rows: int, end_of_turn: int | None) -> dict
     values |= {f"{name}_token_id": id for name, id in ids.items() if id is not None}
     values |= {"add_bos_token": tokenizer.add_bos, "add_eos_token": tokenizer.add_eos}
     _check(tokenizer, {f"tokenizer.ggml.{key}": value for key, value in values.items()})
-    return {f"tokenizer.ggml.{key}": _encoded(key, value) for key, value in values.items()}
-
-
-def _encoded(key: str, value: Any) -> bytes:
-    kinds = {"token_type": GGUFValueType.INT32, "scores": GGUFValueType.FLOAT32}
-    if isinstance(value, list):
-        return gguf_file.array(value, kinds.get(key, GGUFValueType.STRING))
-    return gguf_file.text(value) if isinstance(value, str) else gguf_file.number(value)
+    return {f"tokenizer.ggml.{key}": gguf_file.encoded(value) for key, value in values.items()}
 
 
 def _tokens(tokenizer: Tokenizer, rows: int) -> list[str]:

@@ -24,7 +24,7 @@ from graftune.model.arena import Arena
 from graftune.model.families import NORMS
 from graftune.model.lora import targets_of
 from graftune.settings.config import TARGETS, LoraConfig, expand_targets
-from graftune.weights import experts, names, patterns, safetensors_io
+from graftune.weights import experts, names, safetensors_io
 from graftune.weights.adapter_fit import TABLES, Adapter, check_tables, fitted, place_adapter
 from graftune.weights.apr import load_apr
 from graftune.weights.base import Base
@@ -219,8 +219,6 @@ def _sensible(path: Path) -> Iterator[None]:
         yield
     except GraftuneError:
         raise
-    except patterns.Unmatched as error:
-        raise _uses(str(error), path) from None
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise GraftuneError(
             f"its settings make no sense ({error})", where=str(path), fix="copy the adapter again"

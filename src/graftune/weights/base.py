@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from graftune import tokenizer as tok
 from graftune.errors import GraftuneError
 from graftune.io import digest
@@ -200,7 +198,7 @@ def _open(name: str, revision: str, weights: bool) -> Base:
 
 
 def _open_gguf(name: str, path: Path) -> Base:
-    from graftune.weights.gguf_io import GgufTensor, read_model
+    from graftune.weights.gguf_io import read_model
 
     file, parts = read_model(path)
     path = parts[0]
@@ -217,26 +215,14 @@ def _open_gguf(name: str, path: Path) -> Base:
         if ours is None and gguf_name in GGUF_TENSORS:
             continue
         ours = ours or gguf_name  # _check_tensors refuses it by name
-        order = _rope_row_order(spec, ours, tensor.shape[0]) if family.interleaved else None
-        if order is not None:
-            tensor = GgufTensor(tensor.name, tensor.kind, tensor.shape, tensor.blocks, order)
         tensors[ours] = tensor
-        shapes = rows_.shapes_of(spec, ours)
+        turned, shapes = rows_.heads_of(spec, ours), rows_.shapes_of(spec, ours)
+        # A shape that does not fit is refused by _check_tensors.
+        if family.interleaved and turned is not None and tensor.shape[0] == turned[0] * turned[1]:
+            tensors[ours] = rows_.Reordered(tensor, rows_.hf_order(*turned))
         if shapes is not None and tensor.shape == shapes[1]:
             tensors[ours] = rows_.Reshaped(tensor, shapes[0])
     return Base(name, path, "gguf", spec, tok.from_gguf(file.metadata), tensors, parts)
-
-
-def _rope_row_order(spec: ModelSpec, name: str, rows: int) -> np.ndarray[Any, Any] | None:
-    """The order that puts the rows of an interleaved Q or K back into Hugging Face's order.
-
-    Row (head, half j, i) of ours is row (head, i, j) of the file.
-    """
-    turned = rows_.heads_of(spec, name) if name.endswith(".weight") else None
-    if turned is None or rows != turned[0] * turned[1]:  # a damaged file: _check_tensors refuses its shape
-        return None
-    order = np.arange(rows).reshape(turned[0], turned[1] // 2, 2)
-    return order.swapaxes(1, 2).reshape(-1)
 
 
 def _open_folder(name: str, folder: Path) -> Base:

@@ -28,7 +28,7 @@ from graftune.private import find
 from graftune.weights.opening import open_map
 
 MAGIC = b"GGUF"
-DEQUANTISED = find("gguf.quants._type_traits")
+TYPE_TRAITS = {kind.name: traits for kind, traits in find("gguf.quants._type_traits").items()}
 MOST_ENTRIES = 1 << 23  # of a vocabulary, or bytes of a text: a large file must not make its header large
 LARGEST_ALIGNMENT = 1 << 16
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -57,7 +57,6 @@ class GgufTensor:
     kind: GGMLQuantizationType
     shape: tuple[int, ...]  # as torch would say it: slowest dimension first
     blocks: np.ndarray[Any, Any]  # [rows, bytes of a row], a view of the map
-    row_order: np.ndarray[Any, Any] | None = None  # rows of the model's order -> rows of the file
 
     @property
     def dtype_name(self) -> str:
@@ -68,23 +67,19 @@ class GgufTensor:
         return self.blocks.nbytes
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Rows start..stop in fp32, in the model's order."""
-        return self._dequantised(self._rows(start, stop))
+        """Rows start..stop in fp32."""
+        return self._dequantised(self.blocks[start:stop])
 
     def raw(self, start: int, stop: int) -> torch.Tensor:
         """The same rows' bytes as the file has them, [rows, bytes of a row]: a copy, for a device to upload."""
-        return torch.from_numpy(np.array(self._rows(start, stop)))
+        return torch.from_numpy(np.array(self.blocks[start:stop]))
 
     def gather(self, ids: torch.Tensor) -> torch.Tensor:
         """The given rows in fp32: an embedding lookup that touches no other row."""
-        wanted = ids.cpu().numpy()
-        return self._dequantised(self.blocks[wanted if self.row_order is None else self.row_order[wanted]])
+        return self._dequantised(self.blocks[ids.cpu().numpy()])
 
     def values(self) -> torch.Tensor:
         return self.read(0, len(self.blocks)).view(self.shape)
-
-    def _rows(self, start: int, stop: int) -> np.ndarray[Any, Any]:
-        return self.blocks[start:stop] if self.row_order is None else self.blocks[self.row_order[start:stop]]
 
     def _dequantised(self, rows: np.ndarray[Any, Any]) -> torch.Tensor:
         if self.kind.name in _PLAIN:
@@ -190,12 +185,11 @@ def _opened(path: Path) -> _Cursor:
     return cursor
 
 
-def header_bytes(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Each key of a file with its type and value as they are stored."""
+def header_bytes(path: Path) -> dict[str, bytes]:
+    """Each key of a file that `read_gguf` has read before, with its type and value as they are stored."""
     cursor = _opened(path)
     cursor.count(24)
-    for key, start, _ in cursor.entries():
-        yield key, cursor.data[start : cursor.at]
+    return {key: cursor.data[start : cursor.at] for key, start, _ in cursor.entries()}
 
 
 def is_adapter_file(path: Path) -> bool:
@@ -224,7 +218,7 @@ def _check_overlap(cursor: _Cursor, places: dict[str, tuple[int, int]]) -> None:
 def _placed(
     cursor: _Cursor, raw: np.ndarray[Any, Any], name: str, shape: tuple[int, ...], kind: GGMLQuantizationType, at: int
 ) -> GgufTensor:
-    if kind.name not in _PLAIN and kind not in DEQUANTISED:
+    if kind.name not in _PLAIN and kind.name not in TYPE_TRAITS:
         raise GraftuneError(
             f"tensor {name!r} is {kind.name}, which cannot be dequantised",
             where=str(cursor.path),

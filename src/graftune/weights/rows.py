@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -83,10 +84,18 @@ class Reordered(Over):
     order: torch.Tensor
 
     def read(self, start: int, stop: int) -> torch.Tensor:
+        return self._reordered(self.source.read, start, stop)
+
+    @property
+    def raw(self) -> Callable[[int, int], torch.Tensor]:
+        """A GGUF's blocks; raises AttributeError where the source has none."""
+        return partial(self._reordered, cast(BlockSource, self.source).raw)
+
+    def _reordered(self, read: Callable[[int, int], torch.Tensor], start: int, stop: int) -> torch.Tensor:
         """Rows change places within a head, so the rows of a few heads are read, not the whole weight."""
         ids = self.order[start:stop]
         first, last = int(ids.min()), int(ids.max())
-        return self.source.read(first, last + 1)[ids - first]
+        return read(first, last + 1)[ids - first]
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from graftune.model.families import MODULES
 from graftune.model.lora import targets_of, weight_name
 from graftune.model.spec import ModelSpec
 from graftune.settings.config import TARGETS
-from graftune.weights import patterns
 
 MOST_PATTERNS = 4000  # one for each module of a model, and more
+SECONDS = 1.0  # for an expression and a name; real ones take microseconds
 
 
 class UniformRank(NamedTuple):
@@ -96,13 +96,22 @@ def filled(tensors: Mapping[str, torch.Tensor], spec: ModelSpec, lora: Any) -> d
 
 
 def _values(pattern: Any, modules: Mapping[str, Any], default: float) -> dict[str, float]:
-    """The value of each module: that of the first expression that its name ends with."""
+    """The value of each module: that of the first expression that its name ends with, as in PEFT. The expressions come
+    from an adapter's file and may take for ever: the `regex` package has a time limit, which `re` has not."""
     if not pattern:
         return dict.fromkeys(modules, float(default))
     if not isinstance(pattern, dict) or not all(isinstance(v, int | float) for v in pattern.values()):
         raise ValueError("rank_pattern or alpha_pattern is not a table of numbers")
     if len(pattern) > MOST_PATTERNS:
-        raise patterns.Unmatched(f"{len(pattern)} patterns")
-    deadline = patterns.Deadline()
-    keys = [(patterns.ends_with(key, deadline), float(value)) for key, value in pattern.items()]
-    return {m: next((v for fits, v in keys if fits(f"model.{m}")), float(default)) for m in modules}
+        raise ValueError(f"it has {len(pattern)} patterns")
+    import regex
+
+    found = {}
+    try:
+        keys = [(regex.compile(rf"(.*\.)?({key})$"), float(value)) for key, value in pattern.items()]
+        for module in modules:
+            fitting = (value for key, value in keys if key.match(f"model.{module}", timeout=SECONDS))
+            found[module] = next(fitting, float(default))
+    except (regex.error, OverflowError, RecursionError, TimeoutError) as error:
+        raise ValueError(f"a pattern of its modules cannot be matched: {error}") from None
+    return found

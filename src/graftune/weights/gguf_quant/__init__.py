@@ -4,16 +4,14 @@ A block has small codes and one or two scales (kernels/gguf_dequant/reference.py
 from the scales by rounding, so the task is to find good scales. The largest value over the largest code would spend the
 range on one outlier. search.py instead tries several step widths and solves for the best scale of each in closed form,
 which is cheap: it needs only a few sums over a block. pack.py writes the result in the layout of the format. Q8_0 has
-enough codes for the simple scale, and its bytes are those that llama.cpp writes.
+enough codes for the simple scale, and its bytes are those that llama.cpp writes. So are those of Q5_0 and Q5_1, which
+only stand in where rows do not consist of whole larger blocks: the gguf package quantises them.
 
-On a CPU the weight is cut into pieces that stay in a core's cache, and the cores share them (kernels/cores.py). The
-pieces do not depend on the number of threads, so neither do the bytes. A weight on a GPU is quantised there, in larger
-pieces.
+The weight is cut into pieces that stay in a core's cache, and the cores share them (kernels/cores.py). The pieces do
+not depend on the number of threads, so neither do the bytes.
 """
 
 from __future__ import annotations
-
-from functools import cache
 
 import torch
 
@@ -26,21 +24,20 @@ from graftune.weights.gguf_quant import pack, search
 __all__ = ["TYPES", "quantise"]
 
 TYPES = (
-    *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
+    *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_0", "Q5_1"),
     *("Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
 )
 PIECE = 1 << 17  # values quantised at a time by a core
-DEVICE_PIECE = 1 << 24  # and by a GPU
 # The largest value that a block of each kind can always hold, as a multiple of the largest fp16 scale.
 _REACH = {
-    **{"Q4_0": 7, "Q5_0": 15, "Q8_0": 127, "Q4_1": 1, "Q5_1": 1, "Q3_K": 3 * 31, "Q4_K": 63, "Q5_K": 63},
+    **{"Q4_0": 7, "Q5_0": 15, "Q8_0": 127, "Q5_1": 1, "Q3_K": 3 * 31, "Q4_K": 63, "Q5_K": 63},
     **{"Q6_K": 31 * 127, "IQ4_NL": 113, "IQ4_XS": 31 * 113},
 }
 _SURE = 3e4  # less than fp16's 65504: a search may end with a scale above the first one
 
 
 def quantise(weight: torch.Tensor, type_name: str) -> torch.Tensor:
-    """weight [rows, cols] -> its blocks [rows, bytes of a row] uint8, as they lie in a GGUF file, on its device."""
+    """weight [rows, cols] -> its blocks [rows, bytes of a row] uint8, as they lie in a GGUF file."""
     if type_name not in TYPES:
         raise GraftuneError(f"there is no quantiser for {type_name}", fix=f"choose one of {', '.join(TYPES)}")
     assert weight.dim() == 2, "a weight has rows and columns"
@@ -53,23 +50,13 @@ def quantise(weight: torch.Tensor, type_name: str) -> torch.Tensor:
     weight = weight.detach().float().contiguous()
     out = weight.new_empty(len(weight), row_bytes(type_name, weight.shape[1]), dtype=torch.uint8)
     flat, blocks = weight.view(-1, values), out.view(-1, size)
-    step = max(1, (PIECE if weight.device.type == "cpu" else DEVICE_PIECE) // values)
+    step = max(1, PIECE // values)
 
     def piece(start: int) -> None:
         _fill(blocks[start : start + step], flat[start : start + step], type_name)
 
-    starts = range(0, len(flat), step)
-    if weight.device.type == "cpu":
-        cores.share(piece, starts)
-    else:
-        for start in starts:
-            piece(start)
+    cores.share(piece, range(0, len(flat), step))
     return out
-
-
-@cache
-def _curve(device: torch.device) -> search.Curve:
-    return search.Curve(device)
 
 
 def _fill(out: torch.Tensor, x: torch.Tensor, kind: str) -> None:
@@ -88,6 +75,11 @@ def _fill(out: torch.Tensor, x: torch.Tensor, kind: str) -> None:
         out[:, :2] = pack.halves(scale.half())
         out[:, 2:].view(torch.int8).copy_(codes.mul(2).trunc_().sub_(codes.trunc_()))  # a half is rounded away from 0
         return
+    if kind in ("Q5_0", "Q5_1"):
+        from graftune.weights.gguf_io import TYPE_TRAITS
+
+        out.copy_(torch.from_numpy(TYPE_TRAITS[kind].quantize_blocks(x.numpy())))
+        return
     torch.cat(_parts(x, kind), 1, out=out)
 
 
@@ -100,21 +92,18 @@ def _check(largest: float, reach: float, kind: str) -> None:
 
 
 def _parts(x: torch.Tensor, kind: str) -> pack.Parts:
-    if kind in ("Q4_0", "Q5_0"):
-        within = search.Range(-8, 7) if kind == "Q4_0" else search.Range(-16, 15)
-        grouped = _groups(x, 1)
+    curve = search.curve()
+    if kind == "Q4_0":
+        within, grouped = search.Range(-8, 7), _groups(x, 1)
         scale = search.scaled(grouped, within)
         codes = within.nearest(grouped, search.inverse(scale.float()), grouped)
-        return pack.legacy(kind, (scale[0],), _bytes(codes.sub_(within.low)))
-    if kind in ("Q4_1", "Q5_1"):
-        scale, least, codes = search.shifted(_groups(x, 1), 15 if kind == "Q4_1" else 31)
-        return pack.legacy(kind, (scale[0], least[0]), _bytes(codes))
+        return pack.legacy(scale[0], _bytes(codes.sub_(within.low)))
     if kind == "IQ4_NL":
-        curve, grouped = _curve(x.device), _groups(x, 1)
+        grouped = _groups(x, 1)
         scale = search.scaled(grouped, curve)
-        return pack.legacy(kind, (scale[0],), _bytes(curve.codes(grouped, search.inverse(scale.float()))))
+        return pack.legacy(scale[0], _bytes(curve.codes(grouped, search.inverse(scale.float()))))
     if kind == "IQ4_XS":
-        curve, grouped = _curve(x.device), _groups(x, 8)
+        grouped = _groups(x, 8)
         scale, small = search.scaled_groups(grouped, curve, search.Range(-32, 31))
         return pack.iq4_xs(scale, small.t(), _bytes(curve.codes(grouped, search.inverse(scale.float() * small))))
     if kind in ("Q3_K", "Q6_K"):

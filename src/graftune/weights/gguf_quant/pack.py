@@ -39,16 +39,9 @@ def halves(*scales: torch.Tensor) -> torch.Tensor:
     return torch.stack(scales, 1).view(torch.uint8)
 
 
-def _fifth(codes: torch.Tensor) -> torch.Tensor:
-    """Bit i of a word of 32 is code i's: eight in a row are a byte, which a product gathers at the top."""
-    words = _words(codes) >> 4 & _mask(1)
-    return ((words * 0x0102040810204080) >> 56).to(torch.uint8)
-
-
-def legacy(kind: str, scales: Sequence[torch.Tensor], codes: torch.Tensor) -> Parts:
-    """Q4_0 Q4_1 Q5_0 Q5_1 IQ4_NL: scales, fifth bits where there are some, then codes."""
-    fifth = [_fifth(codes)] if kind.startswith("Q5") else []
-    return [halves(*scales), *fifth, _fields(codes, 16, 4)]
+def legacy(scale: torch.Tensor, codes: torch.Tensor) -> Parts:
+    """Q4_0 IQ4_NL: the scale, then codes."""
+    return [halves(scale), _fields(codes, 16, 4)]
 
 
 def with_minima(

@@ -17,6 +17,7 @@ an addition of whole vectors.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -92,11 +93,11 @@ class Curve:
     tries = (-110.0, -117.0, -125.0, -132.0, 96.0, 103.0, 111.0, 118.0)  # beyond either end, and mostly before it
     _REACH = 128
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         middles = torch.arange(-2 * self._REACH, 2 * self._REACH) / 2 + 0.25
         levels = torch.tensor(CURVE, dtype=torch.float32)
         codes = (middles[:, None] - levels).abs_().argmin(1)
-        self._levels, self._codes = levels[codes].to(device), codes.to(device, torch.uint8)
+        self._levels, self._codes = levels[codes], codes.to(torch.uint8)
 
     def _places(self, x: torch.Tensor, per_step: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         torch.mul(x, 2 * per_step, out=out).add_(2 * self._REACH).clamp_(0, 4 * self._REACH - 1)
@@ -108,6 +109,11 @@ class Curve:
 
     def codes(self, x: torch.Tensor, per_step: torch.Tensor) -> torch.Tensor:
         return self._codes.index_select(0, self._places(x, per_step, torch.empty_like(x))).view(x.shape)
+
+
+@cache
+def curve() -> Curve:
+    return Curve()
 
 
 # One scale for each group
@@ -190,16 +196,14 @@ class Sums(NamedTuple):
         by_least = torch.addcmul(self.x, scale, self.c, value=-1).sub_(least, alpha=0.5).mul_(least)
         return by_least.add_(_gain(scale, self.xc, self.cc))
 
-    def best(self, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scale and minimum of least error; the minimum is at most 0 unless `signed`."""
+    def best(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scale and minimum of least error; the minimum is at most 0."""
         variance = torch.addcmul(self.cc, self.c, self.c, value=-1)
         scale = torch.addcmul(self.xc, self.x, self.c, value=-1).div_(variance)
         scale.masked_fill_(variance <= 1e-6 * self.cc, 0)  # all codes alike: the minimum alone decides
         least = torch.addcmul(self.x, scale, self.c, value=-1)
-        if not signed:
-            scale = torch.where(least > 0, self.xc / self.cc.clamp(min=TINY), scale)
-            least.clamp_(max=0)
-        return scale, least
+        scale = torch.where(least > 0, self.xc / self.cc.clamp(min=TINY), scale)
+        return scale, least.clamp_(max=0)
 
 
 class Group(NamedTuple):
@@ -237,17 +241,8 @@ class Group(NamedTuple):
         return Sums(self.mean, c, cc, xc)
 
 
-def shifted(x: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [g, n] ~ scale c + least with c in 0..top: (scale [n] fp16, least [n] fp16, codes [g, n])."""
-    group = Group.of(x)
-    scale, least = (found.half() for found in best_pair(group, top, signed=True))
-    return scale, least, group.encode(scale.float(), least.float(), top)
-
-
-def best_pair(group: Group, top: int, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    low, high = group.x.amin(0), group.x.amax(0)
-    if not signed:
-        low = low.clamp_(max=0)
+def best_pair(group: Group, top: int) -> tuple[torch.Tensor, torch.Tensor]:
+    low, high = group.x.amin(0).clamp_(max=0), group.x.amax(0)
     steps = _times([top + near for near in NEAR], inverse(high - low))
     above = group.x - low
     c, cc, xc = low.new_empty(3, len(NEAR), *low.shape)
@@ -255,10 +250,10 @@ def best_pair(group: Group, top: int, signed: bool) -> tuple[torch.Tensor, torch
         torch.mul(above, per_step, out=group.codes).round_().clamp_(max=top)
         group.sum(*out)
     tried = Sums(group.mean, c, cc, xc)
-    scale, least = tried.best(signed)
+    scale, least = tried.best()
     found = picked(tried.gain(scale, least), scale, least)
     again = group.sums(found[1], found[2], top)  # the best pair has nearest codes of its own
-    new = again.best(signed)
+    new = again.best()
     _, scale, least = better([again.gain(*new), *new], found)
     return scale, least
 
@@ -279,7 +274,7 @@ SIX_BITS = Range(0, 63)
 def shifted_groups(x: torch.Tensor, top: int) -> Shifted:
     """x [g, groups, n]."""
     group = Group.of(x)
-    wanted, least_wanted = best_pair(group, top, signed=False)
+    wanted, least_wanted = best_pair(group, top)
     scale, least = as_half(wanted.clamp_(min=0).amax(0) / 63), as_half(least_wanted.neg_().amax(0) / 63)
     s, m = _small(wanted, scale, SIX_BITS), _small(least_wanted, least, SIX_BITS)
     best: list[torch.Tensor] = []
@@ -297,7 +292,7 @@ def shifted_groups(x: torch.Tensor, top: int) -> Shifted:
 
 def _small_pair(sums: Sums, scale: torch.Tensor, least: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The six-bit scale and minimum of each group."""
-    s = _small(sums.best(signed=False)[0], scale, SIX_BITS)
+    s = _small(sums.best()[0], scale, SIX_BITS)
     return s, _small((scale * s).mul_(sums.c).sub_(sums.x), least, SIX_BITS)
 
 
