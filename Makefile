@@ -36,7 +36,6 @@ test-templates: $(VENV)/test.stamp
 
 # Several ranks at length, with printed figures: fifty steps on 2 and 4 ranks, ten kills, two nodes, torchrun itself. Three minutes.
 # Then one process for 10^5 steps, a quarter of an hour: nothing may grow (on a GPU: soak_long.py --device cuda, 10^4 steps).
-# The page's server under attack, four minutes.
 # A million damaged files and a hundred thousand damaged records and templates: forty minutes of two cores.
 # And processes that race for memory of one device, queue for it and are killed while they write the ledger: half an hour.
 # Then 500 kills at random moments and disks that are full at every write, half an hour each.
@@ -44,7 +43,6 @@ soak: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/soak/soak_ranks.py $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak.soak_long
 	$(BIN)/python -m tests.soak.soak_ledger
-	$(BIN)/python -m tests.soak.soak_page
 	$(BIN)/python -m tests.soak.soak_fuzz --count 1130000 --seconds 7200
 	$(BIN)/python -m tests.soak.soak_kills
 	$(BIN)/python -m tests.soak.soak_disk

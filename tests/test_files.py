@@ -6,7 +6,7 @@ import ast
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,46 +14,7 @@ import pytest
 
 from graftune.io import files
 from graftune.io.files import new_file, new_folder, replace_folder, whole, write_file
-
-
-class Died(BaseException):
-    """No cleaning up after this one gets anywhere: every later call fails too, as in a process that is gone."""
-
-
-class Deaths:
-    """Lets the n-th call that changes the disk and all after it fail, for n = 1, 2, ... until the work is done."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.calls = self.at = 0
-        for owner, name in [
-            *((os, name) for name in ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir")), (files, "_exchange")
-        ]:  # fmt: skip
-            monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
-
-    def _counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **named: Any) -> Any:
-            if self.at:
-                self.calls += 1
-                if self.calls >= self.at:
-                    raise Died
-            return real(*args, **named)
-
-        return call
-
-    def each(self, work: Callable[[], None]) -> Iterator[bool]:
-        for number in range(1, 40):
-            self.calls, self.at = 0, number
-            try:
-                work()
-                done = True
-            except Died:
-                done = False
-            finally:
-                self.at = 0
-            yield done
-            if done:
-                return
-        raise AssertionError("more calls than expected")
+from tests.support.dying import Deaths
 
 
 class Disk:

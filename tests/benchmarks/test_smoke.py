@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,11 +87,16 @@ def test_ours_and_peft_take_the_same_steps_on_a_cpu(record: Path, monkeypatch: p
         assert ours == pytest.approx(peft, rel=1e-3 if found["note"] else 3e-2), figure
 
 
-def test_a_participant_that_fails_is_told(record: Path) -> None:
-    """Each in a process of its own; a row of 64 values has no whole block of 256."""
-    assert step.main(["tiny-q4_k-2x16", "--who", "ours", *options(record)]) == 1
-    found = measure.read(record)["steps"]["tiny-q4_k-2x16"]["participants"]
-    assert "whole blocks of 256" in found["ours"]["error"]
+def test_participants_in_processes_of_their_own(record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interpreter that has a result for the floor, and an error for everything else."""
+    python = tmp_path / "python"
+    floor = """case "$4" in floor) echo '{"refused": "short"}' > "$6";; *) echo "XError: no block" >&2; esac"""
+    python.write_text(f"#!/bin/sh\n{floor}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(step.sys, "executable", str(python))
+    assert step.main(["tiny-2x16", "--who", "ours,floor", *options(record)]) == 1
+    found = measure.read(record)["steps"]["tiny-2x16"]["participants"]
+    assert found["ours"] == {"error": "XError: no block"} and found["floor"] == {"refused": "short"}
 
 
 def test_a_sweep(record: Path, here: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +191,10 @@ def test_data_is_encoded_and_found_again(tiny_folder, record: Path, monkeypatch:
     assert found["first"]["tokens"] == found["second"]["tokens"] > 0 and found["ratio"] > 0
 
 
-def test_a_start_is_timed_phase_by_phase(tiny_folder, record: Path) -> None:
+def test_a_start_is_timed_phase_by_phase(tiny_folder, record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run, which otherwise has a process of its own, is in this one."""
+    run = {"run": lambda words, **_: SimpleNamespace(returncode=start.main(words[2:]))}
+    monkeypatch.setattr(start, "subprocess", SimpleNamespace(**run, DEVNULL=0, PIPE=0))
     words = ["--base", str(tiny_folder("llama")), "--rows", "30", "--max-steps", "1", "--device", "cpu"]
     assert start.main([*words, "--ways", "warm", "--json", str(record)]) == 0
     found = measure.read(record)["start"]["ways"]["warm"]

@@ -131,27 +131,6 @@ def grown(found: list[Measured], resident_limit: int = RESIDENT_LIMIT) -> list[s
     return said
 
 
-def figures(found: list[Measured], seconds: float) -> list[str]:
-    rest, end = settled(found), found[-1]
-    first = rest[0]
-    mib = 1 / 2**20
-    lines = [
-        f"{end.step} steps in {seconds:.0f} s ({1000 * seconds / end.step:.2f} ms a step, measuring included)",
-        f"resident: {first.resident * mib:.1f} MiB at step {first.step}, {end.resident * mib:.1f} MiB at the end, "
-        f"{slope(rest, 'resident') / 1024:+.2f} KiB per 1,000 steps, at most {max(m.resident for m in rest) * mib:.1f}",
-        f"handles {first.handles} -> {end.handles}, threads {first.threads} -> {end.threads}, "
-        f"Python objects {first.objects} -> {end.objects} ({slope(rest, 'objects'):+.2f} per 1,000 steps)",
-        f"{LOG}: {end.log / end.step:.0f} bytes a step; checkpoints {first.checkpoints >> 10} -> "
-        f"{end.checkpoints >> 10} KiB; other files {first.rest >> 10} -> {end.rest >> 10} KiB",
-    ]
-    if end.device:
-        lines.append(
-            f"device: allocated {first.device * mib:.1f} -> {end.device * mib:.1f} MiB, "
-            f"reserved {first.reserved * mib:.1f} -> {end.reserved * mib:.1f} MiB"
-        )
-    return lines
-
-
 def soak(work: Path, device: str = "cpu", steps: int = 0, family: str = "") -> bool:
     """10^5 steps of llama-shallow on a CPU, 10^4 of llama on a GPU, unless others are given."""
     from tests.support import tiny
@@ -163,10 +142,9 @@ def soak(work: Path, device: str = "cpu", steps: int = 0, family: str = "") -> b
     began = time.monotonic()
     found = run(base, work, steps, device, rows=max(100, steps // 50))
     gc.unfreeze()
-    print(f"soak_long on {device}, torch {torch.__version__}", *figures(found, time.monotonic() - began), sep="\n  ")
-    problems = grown(found)
-    print("", *(problems or ["nothing grew"]), sep="\n  ")
-    return not problems
+    print(f"soak_long on {device}, torch {torch.__version__}, {time.monotonic() - began:.0f} s", flush=True)
+    print("", settled(found)[0], found[-1], *(grown(found) or ["nothing grew"]), sep="\n  ")
+    return not grown(found)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,12 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from graftune.observe.events import read_events
 from tests.dist import cases
-from tests.dist.launcher import ROOT, Launcher, free_port, losses, trained, validation, wait_for
+from tests.dist.launcher import ROOT, Launcher, free_port, losses, trained, wait_for
 
 STEPS = 50
 
@@ -125,19 +124,3 @@ def worker_of(rank: int, run: Path) -> int:
             if f"RANK={rank}".encode() in told and str(run).encode() in (process / "cmdline").read_bytes():
                 return int(process.name)
     raise AssertionError(f"there is no rank {rank}")
-
-
-def test_a_run_is_the_same_with_its_base_in_parts(launcher: Launcher, tiny_folder: Any) -> None:
-    """Losses, evaluations, answers and the adapter, to the bit. Every pass is made by both ranks, answers too."""
-    data = cases.write_data(launcher.root / "few.jsonl", rows=16)
-    more = [*cases.LORA, "--max-steps", "2", "--sample-tokens", "3", "--val-split", "0.2"]
-    runs = [launcher.root / f"parts {how}" for how in ("no", "yes")]
-    for run, how in zip(runs, ("no", "yes"), strict=True):
-        line = cases.line(tiny_folder("llama-untied"), data, run, *more, "--shard-base", how)
-        line[line.index("--samples") + 1] = "1"
-        cases.run(launcher, 2, *line)
-    assert losses(runs[0]) == losses(runs[1]) and validation(runs[0]) == validation(runs[1])
-    whole, parts = (trained(run) for run in runs)
-    assert whole.keys() == parts.keys() and all(whole[name].equal(parts[name]) for name in whole)
-    answers = [[e["answers"] for e in read_events(run / "metrics.jsonl") if e["event"] == "sample"] for run in runs]
-    assert answers[0] == answers[1] and len(answers[0]) == 2

@@ -12,9 +12,8 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ from graftune.settings.config import LoraConfig
 from graftune.weights import adapter, checkpoint, safetensors_io
 from graftune.weights.checkpoint import Progress
 from tests.support import oracle
+from tests.support.dying import Deaths
 from tests.training.kills import Lives
 from tests.training.runs import SETTINGS, Processes, adapter_bytes, wait_for_step, write_data
 
@@ -269,10 +269,6 @@ def test_not_a_run(bench: Bench, tmp_path: Path) -> None:
 # Every write of a checkpoint and of an adapter, one by one, inside this process
 
 
-class Fault(Exception):
-    pass
-
-
 def arena(value: float) -> Arena:
     made = Arena({"a": Slot("a", (5,), 0, 0, True)}, torch.device("cpu"), torch.float32)
     for buffer in (made.weights, made.m, made.v):
@@ -280,42 +276,7 @@ def arena(value: float) -> Arena:
     return made
 
 
-class Faults:
-    """Counts the calls that touch the disk; once armed, the n-th and all after it fail, as in a process that dies."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.calls = self.fail_at = 0
-        for owner, name in [
-            (os, "fsync"), (os, "rename"), (os, "replace"), (os, "open"), (shutil, "rmtree"),
-            (Path, "mkdir"), (Path, "write_text"), (safetensors_io, "save_file"),
-        ]:  # fmt: skip
-            monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
-
-    def _counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self.fail_at:
-                self.calls += 1
-                if self.calls >= self.fail_at:
-                    raise Fault
-            return real(*args, **kwargs)
-
-        return call
-
-    def each(self, work: Callable[[], None]) -> Iterator[bool]:
-        """Do the work with a fault at its first write, its second, ...; yields whether it went through, which it does
-        at last, when it has no n-th write. What the caller does in between is not disturbed."""
-        for number in range(1, 60):
-            self.calls, self.fail_at = 0, number
-            try:
-                work()
-                whole = True
-            except Fault:
-                whole = False
-            self.fail_at = 0
-            yield whole
-            if whole:
-                return
-        raise AssertionError("more writes than expected")
+WRITES = [(os, "open"), (shutil, "rmtree"), (Path, "mkdir"), (Path, "write_text"), (safetensors_io, "save_file")]
 
 
 @pytest.mark.parametrize("same_step", [False, True])
@@ -329,7 +290,7 @@ def test_a_checkpoint_is_whole_or_absent(same_step: bool, tmp_path: Path, monkey
         checkpoint.save(root, arena(2.0), new, {"data": "x"})
         checkpoint.prune(root, 2, -1)
 
-    for whole in Faults(monkeypatch).each(work):
+    for whole in Deaths(monkeypatch, *WRITES).each(work):
         tried += 1
         found, place = checkpoint.latest(root), arena(0.0)
         assert found is not None
@@ -361,7 +322,7 @@ def test_an_adapter_is_the_old_or_the_new(
 
     if there_is_one:
         save(3.0)
-    for whole in Faults(monkeypatch).each(lambda: save(2.0)):
+    for whole in Deaths(monkeypatch, *WRITES).each(lambda: save(2.0)):
         tried += 1
         assert folder.exists() or not there_is_one, "there was a moment with neither"
         assert not folder.exists() or values() in ([2.0], [3.0])
