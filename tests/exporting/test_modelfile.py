@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from graftune.data.template import chat_format
+from graftune.data.template import chat_format, usable_format
 from graftune.errors import GraftuneError
 from graftune.exporting.modelfile import modelfile, recognise
 from graftune.settings.config import DataConfig
@@ -90,6 +90,23 @@ def test_plain_prompts_append_eos_and_paths() -> None:
     form = chat_format(unended, DataConfig(append_eos=True))
     shown = go(recognise(form, unended).go(), messages(["user", "assistant", "user"]))
     assert shown == "user: some user text, 0\nassistant: some assistant text, 1<|im_end|>\nuser: some user text, 2\n"
+
+
+def test_a_base_without_a_template_gets_the_line_break_it_was_trained_with() -> None:
+    tokenizer = dataclasses.replace(models.tokenizer(), template=None)
+    form = usable_format(tokenizer, DataConfig())
+    text, notes = modelfile("./x.gguf", None, form, tokenizer)
+    template = text.split('TEMPLATE """')[1].split('"""')[0]
+    assert not notes and go(template, messages(["user"])) == "some user text, 0\n"
+
+
+def test_an_end_token_that_is_ordinary_text_stops_nothing() -> None:
+    """Qwen's vocabulary has an ordinary "</s>", and Ollama would cut HTML there."""
+    tokenizer = with_template(CHATML + GENERATE)
+    ordinary = tokenizer.encode("a")[0]
+    tokenizer = dataclasses.replace(tokenizer, stop_ids=(*tokenizer.stop_ids, ordinary))
+    text, _ = modelfile("./x.gguf", None, chat_format(tokenizer, DataConfig()), tokenizer)
+    assert re.findall('stop "(.*)"', text) == ["<|endoftext|>", "<|im_end|>"]
 
 
 def test_a_template_with_a_date_is_said() -> None:

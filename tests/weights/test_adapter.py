@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,9 @@ def loaded_by_peft(base: Path, adapter: Path, vocabulary: int = 0) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     if vocabulary:
         model.resize_token_embeddings(vocabulary, mean_resizing=False)
-    return peft.PeftModel.from_pretrained(model, str(adapter))
+    with warnings.catch_warnings():  # PEFT warns about a configuration with fields that it does not know
+        warnings.filterwarnings("error", message="Unexpected keyword arguments")
+        return peft.PeftModel.from_pretrained(model, str(adapter))
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> bool:

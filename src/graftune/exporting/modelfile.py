@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graftune.data.row import Refusal
-from graftune.data.template import ChatFormat, stop_ids
+from graftune.data.template import ChatFormat, special_tokens, stop_ids
 from graftune.errors import GraftuneError
 from graftune.tokenizer import ChatTemplate, Tokenizer
 
@@ -131,7 +131,11 @@ def modelfile(
                 notes.append("the chat template prints the date: the Modelfile holds today's")
         except GraftuneError as error:
             notes.append(f"{error.what}; {error.fix}")
-    stops = [tokenizer.decode([id]) or tokenizer.token(id) for id in stop_ids(tokenizer, form)]
+    # Ollama compares texts, so only control tokens stop: an end token that is ordinary text (Qwen has "</s>") would cut
+    # an answer that writes it.
+    control, end = special_tokens(tokenizer), form.end_id if form is not None else None
+    ends = [id for id in stop_ids(tokenizer, form) if id in control or id in (tokenizer.eos_id, end)]
+    stops = [tokenizer.decode([id]) or tokenizer.token(id) for id in ends]
     if form is not None and form.end_id is None and form.end.strip():
         stops.append(form.end.strip())
     lines += [f"PARAMETER stop {_quoted(stop, always=True)}" for stop in dict.fromkeys(stops) if stop.strip()]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graftune.data.template import ChatFormat, chat_format
+from graftune.data.template import ChatFormat, usable_format
 from graftune.errors import GraftuneError
 from graftune.exporting.merge import Weighted
 from graftune.observe.events import number, read_events
@@ -45,7 +45,7 @@ class ExportSource:
     def form(self, base: Base) -> tuple[ChatFormat | None, str]:
         """The chat format for the exported tokenizer, or the reason why there is none."""
         try:
-            return chat_format(base.tokenizer, self.data), "the model has no chat template"
+            return usable_format(base.tokenizer, self.data), ""
         except GraftuneError as error:
             return None, f"the chat template cannot be used ({error.what})"
 

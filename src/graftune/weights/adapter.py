@@ -2,8 +2,10 @@
 
 A run can continue with an adapter of PEFT's, and PEFT loads ours: names, shapes and the unscaled A and B are the same.
 Norms and tables with the rows of added tokens are stored as PEFT's modules_to_save. The configuration names the base,
-with path and hash where it is a file of the user's own. Adapters are also read from single files, llama.cpp's (.gguf,
-adapter_gguf.py) and entrenar's (.apr, apr.py); all become one `Adapter` (adapter_fit.py).
+with its path where it is a file of the user's own. PEFT warns about each field that it does not know, so what it has no
+field for (the base's hash, added tokens, how answers were rendered) is in graftune.json. Adapters are also read from
+single files, llama.cpp's (.gguf, adapter_gguf.py) and entrenar's (.apr, apr.py); all become one `Adapter`
+(adapter_fit.py).
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ __all__ = [
     "save_adapter",
     "write_adapter",
 ]
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, TENSORS, OWN_FACTS = "adapter_config.json", "adapter_model.safetensors", "graftune.json"
 # PEFT options that change what the adapter computes and that this engine does not have.
 _REFUSED = {
     "use_dora": "DoRA",
@@ -119,8 +121,11 @@ def write_adapter(
     stored = experts.adapters_to_peft(tensors, expand_targets(lora.targets))
     with new_folder(folder) as aside:
         safetensors_io.write({names.to_peft(n): t for n, t in stored.items()}, aside / TENSORS, {"format": "pt"})
-        text = json.dumps(_peft_config(lora, base, facts, sorted(saved)), indent=2)
-        (aside / CONFIG).write_text(text + "\n")
+        for name, values in (
+            (CONFIG, _peft_config(lora, base, facts, sorted(saved))),
+            (OWN_FACTS, _own_facts(lora, base, facts)),
+        ):
+            (aside / name).write_text(json.dumps(values, indent=2) + "\n")
         base.tokenizer.save(aside)
         back = load_adapter(aside).tensors
         if back.keys() != tensors.keys() or not all(torch.equal(back[n], t.float().cpu()) for n, t in tensors.items()):
@@ -149,14 +154,18 @@ def _peft_config(lora: LoraConfig, base: Base, facts: Mapping[str, Any], modules
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
-        "graftune": {
-            "base_kind": base.kind,
-            "base_name": base.name,
-            "base_sha256": base.sha256,
-            "new_tokens": list(lora.new_tokens),
-            "template": facts["template"],
-            "append_eos": facts["append_eos"],
-        },
+    }
+
+
+def _own_facts(lora: LoraConfig, base: Base, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What PEFT's configuration has no field for."""
+    return {
+        "base_kind": base.kind,
+        "base_name": base.name,
+        "base_sha256": base.sha256,
+        "new_tokens": list(lora.new_tokens),
+        "template": facts["template"],
+        "append_eos": facts["append_eos"],
     }
 
 
@@ -180,7 +189,7 @@ def load_adapter(folder: Path) -> Adapter:
     if not (folder / TENSORS).exists():
         raise GraftuneError(f"holds no {TENSORS}", where=str(folder), fix="copy the adapter again")
     raw = safetensors_io.load(folder / TENSORS)
-    ours = values.get("graftune") or {}
+    ours = _read_own_facts(folder)
     tensors = {names.from_peft(name): tensor.float() for name, tensor in raw.items()}
     odd = [name for name in tensors if name.count(".") < 1 or not name.endswith(".weight")]
     if odd:
@@ -189,7 +198,7 @@ def load_adapter(folder: Path) -> Adapter:
             fix="this cannot be loaded here",
         )  # fmt: skip
     with _sensible(path):
-        lora, tensors, partial = _understood(values, tensors, path)
+        lora, tensors, partial = _understood(values | {"new_tokens": ours.get("new_tokens")}, tensors, path)
     adapter = Adapter(
         folder,
         lora,
@@ -203,6 +212,13 @@ def load_adapter(folder: Path) -> Adapter:
         hf_norms=True,
     )
     return _finite(adapter, folder / TENSORS)
+
+
+def _read_own_facts(folder: Path) -> dict[str, Any]:
+    """The facts beside the configuration; none in a folder that another tool has written."""
+    path = folder / OWN_FACTS
+    check_inside(path)
+    return read_json(path, "copy the adapter again") if path.exists() else {}
 
 
 def _finite(adapter: Adapter, where: Path) -> Adapter:
@@ -275,7 +291,7 @@ def _understood(
         where = str(path.with_name(TENSORS))
         found = with_uniform_rank(tensors, values, lambda what: _uses(what, path), where)
         tensors, rank, alpha, targets, partial = found
-    dropout, added = float(values.get("lora_dropout") or 0.0), (values.get("graftune") or {}).get("new_tokens") or ()
+    dropout, added = float(values.get("lora_dropout") or 0.0), values.get("new_tokens") or ()
     if not (1 <= rank <= 4096 and rank == int(rank) and math.isfinite(alpha) and alpha and 0 <= dropout < 1):
         raise ValueError(f"r {rank}, lora_alpha {alpha}, lora_dropout {dropout}")
     if not isinstance(added, list | tuple) or not all(isinstance(token, str) for token in added):
