@@ -20,7 +20,7 @@ import tokenizers
 
 from graftune.errors import GraftuneError
 from graftune.io.files import write_file
-from graftune.tokenizer.offsets import ByteOffsets, Offsets
+from graftune.tokenizer.offsets import Offsets
 from graftune.tokenizer.template import ChatTemplate
 
 # Control tokens by which the known families end a turn. Files often name only one of them as EOS (Llama 3 has three),
@@ -203,58 +203,15 @@ class Tokenizer:
         for text in texts:
             if not text.isascii():
                 check_text(text, "what is tokenised")
-        made: list[tuple[list[int], Offsets]]
-        sizes = self._byte_sizes
-        if sizes is not None and all(map(self._keeps_places, texts)):
-            with guarded("encode the texts"):
-                found = self._untrimmed.encode_batch_fast(texts, add_special_tokens=False)
-            numbers = [encoding.ids for encoding in found]  # which makes a list each time
-            pairs = zip(texts, numbers, strict=True)
-            made = [(ids, ByteOffsets(ids, text, sizes, self._encoding)) for text, ids in pairs]
-        else:
-            with guarded("encode the texts"):
-                found = self._untrimmed.encode_batch(texts, add_special_tokens=False)
-            made = [
-                (encoding.ids, Offsets(encoding, len(text), self._keeps_places(text)))
-                for text, encoding in zip(texts, found, strict=True)
-            ]
+        with guarded("encode the texts"):
+            found = self._untrimmed.encode_batch(texts, add_special_tokens=False)
+        exact = self._untrimmed.normalizer is None
+        pairs = zip(texts, found, strict=True)
+        made = [(encoding.ids, Offsets(encoding, len(text), exact or text.isascii())) for text, encoding in pairs]
         if self.rows:
             for ids, _ in made:
                 self._check_rows(ids)
         return made
-
-    def _keeps_places(self, text: str) -> bool:
-        return self._unnormalised or text.isascii()
-
-    def _encoding(self, text: str) -> tokenizers.Encoding:
-        with guarded("encode this text"):
-            return self._untrimmed.encode(text, add_special_tokens=False)
-
-    @functools.cached_property
-    def _byte_sizes(self) -> list[int] | None:
-        """How many bytes of a text each token is; None unless the vocabulary is byte-level, puts nothing before a text,
-        and its added tokens take no blanks beside them."""
-        backend = self._untrimmed
-        added = backend.get_added_tokens_decoder()
-        exact = isinstance(backend.decoder, tokenizers.decoders.ByteLevel) and backend.pre_tokenizer is not None
-        if not exact or any(token.lstrip or token.rstrip for token in added.values()):
-            return None
-        if backend.pre_tokenizer.pre_tokenize_str("a") != [("a", (0, 1))]:
-            return None
-        letters, vocabulary = set(tokenizers.pre_tokenizers.ByteLevel.alphabet()), backend.get_vocab()
-        sizes = [0] * (max(vocabulary.values()) + 1)
-        for token, id in vocabulary.items():
-            if id in added:
-                sizes[id] = len(added[id].content.encode())
-            elif letters.issuperset(token):
-                sizes[id] = len(token)
-            else:
-                return None
-        return sizes
-
-    @functools.cached_property
-    def _unnormalised(self) -> bool:
-        return self._untrimmed.normalizer is None
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """Text of `ids`. An id past the vocabulary (a padded embedding row) has no text and prints nothing."""

@@ -4,16 +4,11 @@ A mask needs a handful of borders, and turning all offsets of an encoding into P
 everything else that is done with it. So `Offsets` is a sequence that makes the whole list when it is iterated or
 indexed, while `border` asks the encoding itself. That shortcut is taken only where tokens follow each
 other without gaps: next to a character that the vocabulary's normaliser dropped or moved, the whole list decides.
-
-Byte-level vocabularies need not track characters while they encode, which is an eighth of the work: every token is a
-known number of bytes, so borders follow from adding them up (`ByteOffsets`).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
 from typing import overload
 
 import tokenizers
@@ -67,40 +62,3 @@ class Offsets(Sequence[Pair]):
             return 0 if char == 0 and token == 0 else None
         here, before = self._encoding.token_to_chars(token), self._encoding.token_to_chars(token - 1)
         return token if here is not None and before is not None and here[0] == char == before[1] > before[0] else None
-
-
-class ByteOffsets(Offsets):
-    """The same for an encoding without offsets. `sizes[id]`: how many bytes of the text a token is."""
-
-    def __init__(self, ids: list[int], text: str, sizes: Sequence[int], encode: Callable[[str], tokenizers.Encoding]):
-        """`encode`: encodes with offsets, for the whole list."""
-        self._ids, self._text, self._sizes, self._encode = ids, text, sizes, encode
-        self._length, self._count = len(text), len(ids)
-        self._whole: list[Pair] | None = None
-        self._ends: list[int] | None = None
-        self._size = 0  # of the text, in bytes, once the ends are known
-        self._asked = 0, 0  # a character and where its bytes begin
-
-    def whole(self) -> list[Pair]:
-        if self._whole is None:
-            self._whole = Offsets(self._encode(self._text), self._length, plain=False).whole()
-        return self._whole
-
-    def border(self, char: int) -> int | None:
-        ends = self._ends
-        if ends is None:
-            ends = self._ends = list(accumulate(map(self._sizes.__getitem__, self._ids), initial=0))
-            self._size = len(self._text.encode())
-        if ends[-1] != self._size:
-            return None  # bytes that the vocabulary has no token for
-        byte = self._byte(char)
-        token = bisect_left(ends, byte)
-        return token if token < len(ends) and ends[token] == byte else None
-
-    def _byte(self, char: int) -> int:
-        """Where a character's bytes begin, counted from the place that was asked for last: they come in order."""
-        if self._text.isascii():
-            return char
-        before, byte = self._asked if self._asked[0] <= char else (0, 0)
-        self._asked = char, byte + len(self._text[before:char].encode())
-        return self._asked[1]
