@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from graftune.data import chat, turn_places
+from graftune.data import turn_places
 from graftune.data.fit import MOST_ALONE, MOST_RENDERED, Built, Fitter
 from graftune.data.format import ChatFormat
 from graftune.data.row import Refusal
@@ -84,8 +84,7 @@ def compared(seed: int, source: Any, monkeypatch: pytest.MonkeyPatch, *, calls: 
     settings = {"max_seq_len": draw.choice((8192, 200, 90)), "train_reasoning": draw.choice(("all", "none"))}
     found: list[Any] = []
     for few in (3, 10**6):
-        for module in (turn_places, chat):
-            monkeypatch.setattr(module, "FEW", few)
+        monkeypatch.setattr(turn_places, "FEW", few)
         if few > 3:  # and each turn that is too long is rendered and encoded by itself
             monkeypatch.setattr(Fitter, "_too_long", lambda *_: None)
         try:
@@ -180,6 +179,5 @@ def test_too_many_answers_to_one_question() -> None:
 
 def test_many_turns_of_a_role_that_is_not_rendered() -> None:
     left_out = ODD["calls"].replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}")
-    for turns in (5, 40, 400):
-        with pytest.raises(Refusal, match="does not render"):
-            built({"messages": long("calls", turns)}, with_template(left_out))
+    with pytest.raises(Refusal, match="does not render"):
+        built({"messages": long("calls", 40)}, with_template(left_out))

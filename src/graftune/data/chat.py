@@ -19,8 +19,7 @@ inference's history will not have, each assistant turn becomes a text of its own
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -28,7 +27,7 @@ from graftune.data.format import REASONING_KEYS, ChatFormat
 from graftune.data.probe import ANSWERS, borders, shared_header, shared_start
 from graftune.data.record import Message, Record
 from graftune.data.row import Refusal
-from graftune.data.turn_places import FEW, Place, RenderedTurn, places
+from graftune.data.turn_places import Place, RenderedTurn, places
 
 OTHER_PROMPT = {
     "inference": "the template renders an answered conversation differently from its inference prompt: trained after "
@@ -46,9 +45,6 @@ NOT_RENDERED = {
     "reasoning": "reasoning that the template does not render",
     "calls": "tool calls that the template does not render as written",
 }
-
-MOST_MISSING = 256  # turns of other roles that may be looked for one by one
-_MARK = re.compile(r"zq([0-9]+)q")
 
 
 class Passage(NamedTuple):
@@ -264,58 +260,33 @@ def authored_reasoning(form: ChatFormat, message: Message) -> tuple[str, str]:
 
 
 def check_roles(form: ChatFormat, record: Record, messages: list[Message]) -> None:
-    """Refuse what a template would silently leave out: tool calls, and roles that it does not know."""
-    others = []
+    """Refuse what a template would silently leave out: tool calls, and roles that it does not know. The first message
+    of each role is looked at; `not_rendered` notes what is missing of the others."""
+    seen = {"system", "user", "assistant"}
     for i, message in enumerate(messages):
         if message.get("tool_calls"):
             if not form.renders_calls:
                 raise Refusal("refused by the chat template", "it does not render tool calls")
-        elif message["role"] not in ("system", "user", "assistant"):
-            others.append(i)
-    if len(others) > FEW:
-        others = _unmarked(form, record, messages, others)
-    for i in others:
-        message = messages[i]
-        shown = form.render(messages[: i + 1], record.tools)
-        if shown == form.render([*messages[:i], _with_mark(message, "?")], record.tools):
-            raise Refusal("refused by the chat template", f"it does not render the role {message['role']!r}")
-
-
-def _unmarked(form: ChatFormat, record: Record, messages: list[Message], others: list[int]) -> list[int]:
-    """The messages of `others` that are missing from the rendered conversation when each of them ends in a unique mark.
-    This takes two renderings in all, not two per message."""
-    marked = list(messages)
-    for i in others:
-        marked[i] = _with_mark(messages[i], f"zq{i}q")
-    try:
-        shown = form.render(marked, record.tools)
-    except Refusal:
-        shown = ""
-    marks = set(_MARK.findall(shown)) - set(_MARK.findall(form.render(messages, record.tools)))
-    missing = [i for i in others if str(i) not in marks]
-    if len(missing) > MOST_MISSING:
-        role = messages[missing[0]]["role"]
-        raise Refusal("refused by the chat template", f"it does not render {len(missing)} turns of the role {role!r}")
-    return missing
-
-
-def _with_mark(message: Message, mark: str) -> Message:
-    return {**message, "content": (message["content"] or "") + mark}
+        elif message["role"] not in seen:
+            seen.add(message["role"])
+            shown = form.render(messages[: i + 1], record.tools)
+            marked = {**message, "content": (message["content"] or "") + "?"}
+            if shown == form.render([*messages[:i], marked], record.tools):
+                raise Refusal("refused by the chat template", f"it does not render the role {message['role']!r}")
 
 
 def not_rendered(messages: list[Message], whole: str, answers: dict[int, str]) -> Iterator[str]:
     """Notes about parts of the conversation that are missing from its text, one per kind. `answers`: the texts of the
     trained turns."""
-    searched, said = _Searched(whole), set[str]()
+    said = set[str]()
     for i, message in enumerate(messages):
-        text: Container[str] = answers.get(i, searched)
-        for kind in _lost(message, text, said):
+        for kind in _lost(message, answers.get(i, whole), said):
             if kind not in said:
                 said.add(kind)
                 yield NOT_RENDERED[kind]
 
 
-def _lost(message: Message, text: Container[str], said: Container[str]) -> Iterator[str]:
+def _lost(message: Message, text: str, said: set[str]) -> Iterator[str]:
     """The kinds of a message's parts that are missing from `text`. Some kinds that were noted already (`said`) are not
     searched for: a search that finds nothing reads all of the text."""
     content = message["content"]
@@ -334,23 +305,6 @@ def _lost(message: Message, text: Container[str], said: Container[str]) -> Itera
         for call in message.get("tool_calls") or ():
             if not all(part in text or json.dumps(part)[1:-1] in text for part in _words(call.get("function", call))):
                 yield "calls"
-
-
-class _Searched:
-    """A text that is searched for its parts, mostly in order: a search starts at the last part found, and starts again
-    at the beginning only if that finds nothing."""
-
-    def __init__(self, text: str):
-        self.text, self.reached = text, 0
-
-    def __contains__(self, part: object) -> bool:
-        assert isinstance(part, str)
-        place = self.text.find(part, self.reached)
-        if place < 0:
-            place = self.text.find(part, 0, self.reached + len(part))
-        if place >= 0:
-            self.reached = place
-        return place >= 0
 
 
 def _without_think(content: str) -> tuple[str, str]:

@@ -52,7 +52,6 @@ class ColumnPlan:
     history: str = ""
     weight: str = ""  # of the row's loss
     label: str = ""
-    ignored: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     refusal: tuple[str, str] | None = None
 
@@ -88,6 +87,7 @@ def _plan(names: tuple[str, ...]) -> ColumnPlan:
         system = tools = ""
     weight = own.get(WEIGHT, "")
     used = {found.ask, found.answer, found.extra, system, tools, history, weight}
+    unused = [f"column not used: {plain(name)}" for name in names if name not in used]
     notes = [f"column {quoted(name)} read as {normal(name)}" for name in used if name and name != normal(name)]
     return ColumnPlan(
         found.kind,
@@ -99,8 +99,7 @@ def _plan(names: tuple[str, ...]) -> ColumnPlan:
         history=history,
         weight=weight,
         label=next((own[name] for name in _LABELS if name in own), ""),
-        ignored=tuple(plain(name) for name in names if name not in used),
-        notes=(*found.notes, *sorted(notes)),
+        notes=(*unused, *found.notes, *sorted(notes)),
     )
 
 

@@ -28,9 +28,7 @@ class Record:
     text: str = ""
     tools: list[Any] | None = None
     flags: list[bool | None] = field(default_factory=list)
-    ignored: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    arguments_were_text: bool = False  # of tool calls; in `messages` they are objects
     weight: float = 1.0  # of a text's loss; messages have their own
 
 
@@ -43,8 +41,7 @@ def to_record(row: dict[str, Any]) -> Record:
         raise Refusal(RATED, f"column {plan.label!r}")
     weight, weighed = _weight(row, plan)
     if plan.kind == "text":
-        text, notes = _filled(row, plan.ask, "blank text"), (*plan.notes, *weighed)
-        return Record("text", text=text, ignored=plan.ignored, notes=notes, weight=weight)
+        return Record("text", text=_filled(row, plan.ask, "blank text"), notes=(*plan.notes, *weighed), weight=weight)
     tools, wrapped = _tools(row, plan)
     listed = bool(plan.answer) and (isinstance(row[plan.ask], list) or isinstance(row[plan.answer], list))
     turns = _single(row, plan) if plan.answer and not listed else _chat(row, plan)
@@ -53,9 +50,7 @@ def to_record(row: dict[str, Any]) -> Record:
         [weighted(message, weight) for message in turns.messages],
         tools=tools,
         flags=turns.flags,
-        ignored=plan.ignored,
         notes=(*plan.notes, *dict.fromkeys(turns.notes), *wrapped, *weighed),
-        arguments_were_text=turns.arguments_were_text,
     )
 
 

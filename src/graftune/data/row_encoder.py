@@ -84,20 +84,11 @@ class RowEncoder:
         # A search for any of hundreds of names is slow; almost no text has even their first letters.
         self.openings = {name[0] for name in special_tokens(tokenizer).values() if name}
         self.fitter: Fitter | None = None
-        self.at = ""  # the rows that are being rendered or encoded
         if config.template != "auto":  # a missing template file is an error for every kind of rows
             self._open()
 
     def chunks(self, rows: Iterable[Row]) -> Iterator[Chunk]:
-        """Every row's examples, in order. Ctrl-C and other signals are raised with a note that names the row."""
-        try:
-            yield from self._chunks(rows)
-        except BaseException as error:
-            if not isinstance(error, Exception) and self.at:
-                error.add_note(f"while encoding {self.path}, {self.at}")
-            raise
-
-    def _chunks(self, rows: Iterable[Row]) -> Iterator[Chunk]:
+        """Every row's examples, in order."""
         with no_collections(), ThreadPoolExecutor(1, thread_name_prefix="graftune-encode") as worker:
             before: tuple[list[Pending], Future[Encoded]] | None = None
             for pending in self._pending(rows):
@@ -122,12 +113,11 @@ class RowEncoder:
             yield held
 
     def _rendered(self, row: Row) -> Pending:
-        self.at = row.place
         try:
             if isinstance(row.value, Refusal):
                 raise row.value
             records, numbers = self.kind.records(row.value), self.kind.numbers_of(row.value)
-            for note in dict.fromkeys(note for record in records for note in _notes(record)):
+            for note in dict.fromkeys(note for record in records for note in record.notes):
                 self._note(note)
             return Pending(row, records=[self._record(record) for record in records], numbers=numbers)
         except Refusal as refusal:
@@ -155,7 +145,6 @@ class RowEncoder:
         return fitter.passages(messages, record.tools, trained)
 
     def _chunk(self, pending: list[Pending], coming: Future[Encoded]) -> Chunk:
-        self.at = f"{pending[0].row.place} to {pending[-1].row.number}"
         chunk, encoded, done = Chunk(), coming.result(), 0
         for one in pending:
             count = len(one.texts)
@@ -166,7 +155,6 @@ class RowEncoder:
     def _account(self, one: Pending, encoded: Encoded, chunk: Chunk) -> None:
         summary, row = self.summary, one.row
         summary.rows += 1
-        self.at = row.place
         try:
             if one.refusal is not None:
                 raise one.refusal
@@ -304,12 +292,6 @@ def _marked(built: Built) -> Built:
     if not built.truncated or built.example is None:
         return built
     return built._replace(example=dataclasses.replace(built.example, shortened=True))
-
-
-def _notes(record: Record) -> Iterator[str]:
-    for name in record.ignored:
-        yield f"column not used: {name}"
-    yield from record.notes
 
 
 def _without_frames(refusal: Refusal) -> Refusal:

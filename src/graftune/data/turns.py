@@ -66,7 +66,6 @@ class Turns:
     messages: list[Message] = field(default_factory=list)
     flags: list[bool | None] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    arguments_were_text: bool = False
 
     def add(self, message: Message, flag: bool | None = None) -> None:
         self.messages.append(message)
@@ -149,7 +148,6 @@ class Turns:
             raise Refusal("wrong type", f"a tool call of message {place} is not an object with a function's name")
         arguments = holder.get("arguments", holder.get("parameters", {}))
         if isinstance(arguments, str):
-            self.arguments_were_text = True
             text = arguments if arguments.strip() else "{}"
             arguments = self._json(text, f"in a tool call's arguments, message {place}")
         check_depth(arguments, f"a tool call's arguments, message {place}")
