@@ -225,20 +225,20 @@ def test_a_heartbeat_restores_a_lost_reservation_and_the_queue_keeps_its_order(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ledger_file, "HEARTBEAT", 0.01)
-    with claim(ledger, 60) as held:
-        waits = queued(ledger, 90, "waits")
-        allocated = [5]
-        held.keep(lambda: allocated[0])
-        allocated[0] = 25
-        ledger.path.unlink()  # as programs do that clean /tmp
-        limit = time.monotonic() + 20
-        while [one.measured for one in ledger.reservations()] != [20] and time.monotonic() < limit:
-            time.sleep(0.01)
-        assert [(one.id, one.planned) for one in ledger.reservations()] == [(held.reservation.id, 60)]
-        later = queued(ledger, 1, "comes later")
-        waits.take(ALL, queue=True)
-        assert [one.task for one in later.take(ALL, queue=True).ahead] == ["waits"]
-        later.release(), waits.release()
+    held = claim(ledger, 60)
+    waits = queued(ledger, 90, "waits")
+    allocated = [5]
+    held.keep(lambda: allocated[0])
+    allocated[0] = 25
+    ledger.path.unlink()  # as programs do that clean /tmp
+    limit = time.monotonic() + 20
+    while [one.measured for one in ledger.reservations()] != [20] and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert [(one.id, one.planned) for one in ledger.reservations()] == [(held.reservation.id, 60)]
+    later = queued(ledger, 1, "comes later")
+    waits.take(ALL, queue=True)
+    assert [one.task for one in later.take(ALL, queue=True).ahead] == ["waits"]
+    later.release(), waits.release(), held.release()
     assert ledger.reservations() == []
 
 

@@ -35,7 +35,7 @@ from graftune.run_folder import _weights
 from graftune.settings import recognise
 from graftune.settings.config import Config
 from graftune.settings.sources import Source
-from graftune.training.folder import sweep, sweep_unstarted
+from graftune.training.folder import sweep
 from graftune.weights import apr_io, checkpoint
 from graftune.weights.adapter import load_adapter
 from graftune.weights.base import open_base
@@ -274,21 +274,6 @@ def test_a_checkpoint_that_is_a_link_is_none(run: Path, tmp_path: Path) -> None:
     outside = found.rename(tmp_path / found.name)
     found.symlink_to(outside)
     assert checkpoint.steps(root) == {}
-
-
-def test_sweeping_beside_a_run_writes_through_no_link(tmp_path: Path) -> None:
-    folder = tmp_path / "runs" / "a-20260101-000000"
-    folder.mkdir(parents=True)
-    (tmp_path / "victim").write_text("precious")
-    (folder / ".lock").symlink_to(tmp_path / "victim")
-    os.utime(folder, (1, 1))
-    sweep_unstarted(folder.parent)
-    assert (tmp_path / "victim").read_text() == "precious" and folder.exists()
-    (folder / ".lock").unlink()
-    (folder / ".lock").touch()
-    os.utime(folder, (1, 1))
-    sweep_unstarted(folder.parent)
-    assert not folder.exists(), "one that really was never started goes"
 
 
 def test_a_half_written_name_that_is_a_link(tmp_path: Path) -> None:

@@ -43,10 +43,11 @@ def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ledger:
 @pytest.fixture
 def other(ledger: Ledger) -> Iterator[Claim]:
     """Half of the machine's memory, reserved by a claim that has allocated nothing yet."""
-    with ledger.claim(HOST, total_bytes() // 2, task="train on another's data") as claim:
-        claim.take(Memory(total_bytes(), total_bytes()))
-        assert claim.granted
-        yield claim
+    claim = ledger.claim(HOST, total_bytes() // 2, task="train on another's data")
+    claim.take(Memory(total_bytes(), total_bytes()))
+    assert claim.granted
+    yield claim
+    claim.release()
 
 
 def settings(tiny_folder: Any, out: Path, **more: Any) -> Config:

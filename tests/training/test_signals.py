@@ -21,7 +21,6 @@ from graftune.cli import main
 from graftune.dist.watch import Watch
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
-from graftune.observe.speed import Meter
 from graftune.ranks import Ranks
 from graftune.session import text
 from graftune.session.parts import Parts
@@ -174,23 +173,6 @@ def test_what_is_lost() -> None:
             f"the last checkpoint is that of step {saved}, {words}; go on with: graftune train --resume 'runs/my run'"
         )
         assert hook.lost(state) == text
-
-
-def test_time_in_which_a_process_is_stopped_is_no_steps_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGSTOP cannot be seen: here the thread's last looks at the clock lie half a minute back."""
-    stopped: list[float] = []
-    with SignalWatch(lambda number: None, continued=stopped.append) as stopping:
-        now = time.monotonic()
-        for ticks in ((now - 31.5, now - 31), (now - 31, now), (now - 1, now - 0.5)):
-            stopping._ticks = ticks
-            stopping._on_continued(signal.SIGCONT, None)
-    assert stopped == pytest.approx([30, 30], abs=0.5)
-    clock = iter([0.0, 1.0, 2.0, 33.0, 33.0, 33.0]).__next__
-    meter = Meter(10, clock=clock)
-    meter.update(1, 10)
-    meter.update(2, 10)
-    meter.leave_out(30.0)
-    assert meter.update(3, 10) == pytest.approx(10.0)
 
 
 def test_ranks_that_were_stopped_together_do_not_blame_each_other() -> None:

@@ -1,8 +1,8 @@
 """Watches a run of several ranks from a thread, and ends it when it cannot continue.
 
 NCCL's own watchdog does not see collectives that are replayed from a CUDA graph, and a process that waits in one does
-not react to signals. So every rank's thread writes a pulse to the store (what it is doing, which step it has begun); rank 0 reads
-all of them, the others read rank 0's. A run is ended by:
+not react to signals. So every rank's thread writes a pulse to the store (what it is doing, which step it has begun);
+rank 0 reads all of them, the others read rank 0's. A run is ended by:
 
     a fault     a rank reports what is wrong before it ends
     silence     a rank's pulse has stopped: it was killed, stopped or cut off
@@ -10,7 +10,7 @@ all of them, the others read rank 0's. A run is ended by:
     no store    the store is in rank 0's process, or in the launcher's, and either may be stopped or cut off: a call of
                 it then never returns, which a second thread notices
 
-In each case one rank prints one sentence, and every process ends with the same exit code, by `os._exit`: the main
+In each case the rank whose fault is stored first prints one sentence, and every process ends with the same exit code, by `os._exit`: the main
 thread may be waiting for a device that never answers.
 """
 
@@ -51,7 +51,7 @@ class Watch:
         self.at_end: list[Callable[[], None]] = []  # called before the process ends
         self.doing = "starting"  # while it is not stepping
         self._begun, self._done, self._since, self._longest = 0, 0, 0.0, 0.0
-        self._steps_done, self._told = 0, False
+        self._steps_done = 0
         self._pulses: dict[int, tuple[list[Any], float]] = {}  # by rank: the last one, and when it came
         self._ending, self._over = threading.Lock(), threading.Event()
         self._beat = max(BEAT, ranks.size / 500)
@@ -105,17 +105,30 @@ class Watch:
             self.doing = before
 
     def fail(self, text: str, code: int = MISTAKE) -> None:
-        """Report a fault to all ranks, and end. Does not return."""
-        self._post(text, code)
-        self._end(text, code, speaks=False)
+        """Store a fault for all ranks, and end; does not return. The first fault of a run counts, and its rank prints
+        it."""
+        if not self._ending.acquire(blocking=False):
+            while True:  # the other thread of this process ends it
+                time.sleep(1)
+        mine = json.dumps([code, self.ranks.rank])
+        try:
+            found = self._store.compare_set("fault", "", mine).decode()
+        except RuntimeError:  # the store is gone: better twice than never
+            found = mine
+        if found == mine:
+            self.say(text)
+        self._heard(1)
+        limit = time.monotonic() + LINGER
+        while time.monotonic() < limit and self._heard() < self.ranks.size:
+            time.sleep(0.05)
+        self._exit(json.loads(found)[0])
 
     def lost(self, error: Exception) -> None:
         """End the run after a collective failed because a rank is gone; the pulses show which one. Does not return."""
         with suppress(RuntimeError):
             self._store.set("suspect", "1")
         time.sleep(max(QUIET_SUSPECT, 4 * self._beat) + 6 * self._beat)  # so that the pulses come first
-        said = str(error).strip().partition("\n")[0]
-        self.fail(f"rank {self.ranks.rank}: the connection to the other ranks is broken ({said})", BUG)
+        self.fail(f"rank {self.ranks.rank}: the connection to the other ranks is broken ({first_line(error)})", BUG)
 
     # The threads
 
@@ -145,7 +158,7 @@ class Watch:
                 self._looks = count
             except RuntimeError as error:
                 if not self._over.is_set():
-                    self._end(f"rank {self.ranks.rank} has lost the rendezvous ({_brief(error)})", BUG, speaks=True)
+                    self.fail(f"rank {self.ranks.rank} has lost the rendezvous ({first_line(error)})", BUG)
 
     def _leave_out(self, seconds: float) -> None:
         """Ignore the silence of ranks while this process was stopped: a scheduler may have suspended the whole job."""
@@ -156,8 +169,7 @@ class Watch:
         store, rank = self._store, self.ranks.rank
         self._pulse(count)
         if store.check(["fault"]):
-            fault = json.loads(store.get("fault"))
-            self._end(fault["text"], fault["code"], speaks=self.ranks.leads)
+            self.fail("another rank has ended the run", BUG)  # its own fault counts
         suspect = store.check(["suspect"])
         for other in range(self.ranks.size) if self.ranks.leads else (0,):
             if other != rank:
@@ -182,7 +194,7 @@ class Watch:
         limit = min(limit, max(QUIET_SUSPECT, 4 * self._beat)) if suspect else limit
         if now - before[1] > limit and not store.check([f"over/{other}"]):
             at = pulse[3] or f"at step {pulse[1]}"
-            self._overdue(f"rank {other} has not answered for {now - before[1]:.0f} s (it was {at})")
+            self.fail(f"rank {other} has not answered for {now - before[1]:.0f} s (it was {at})", BUG)
 
     def _look_at_steps(self) -> None:
         now = time.monotonic()
@@ -194,7 +206,7 @@ class Watch:
             return
         allowed = max(self.deadline, SLACK * self._longest)
         if now - self._since > allowed:
-            self._overdue(self._hung(allowed))
+            self.fail(self._hung(allowed), BUG)
 
     def _hung(self, seconds: float) -> str:
         """Find the step that hangs, and its ranks, from all pulses. A step that one rank has finished is finished: all
@@ -210,37 +222,7 @@ class Watch:
             return f"{text}: rank {behind[0]} has not begun it"
         return f"{text}: ranks {', '.join(map(str, behind[:8]))} have not begun it"
 
-    def _overdue(self, text: str) -> None:
-        self._post(text, BUG)
-        self._end(text, BUG, speaks=True)
-
     # The end
-
-    def _post(self, text: str, code: int) -> None:
-        """Store a fault, unless there is one already: the first one is printed."""
-        with suppress(RuntimeError):
-            self._store.compare_set("fault", "", json.dumps({"text": text, "code": code}))
-
-    def _end(self, text: str, code: int, *, speaks: bool) -> None:
-        """Print the fault and end; does not return. `speaks`: print it at once, not only if no other rank has within
-        LINGER seconds."""
-        if not self._ending.acquire(blocking=False):
-            while True:  # the other thread of this process ends it
-                time.sleep(1)
-        with suppress(RuntimeError):
-            if self._store.check(["fault"]):
-                fault = json.loads(self._store.get("fault"))
-                text, code = fault["text"], fault["code"]
-        self._count("heard", 1)
-        if speaks:
-            self._tell(text)
-        self._linger(lambda: self._is_told() and self._count("heard") >= self.ranks.size)
-        if not speaks:
-            self._tell(text)
-        self._count("seen", 1)
-        if self.ranks.leads and not self.ranks.agent_store:  # the store goes with this process
-            self._linger(lambda: self._count("seen") >= self.ranks.size)
-        self._exit(code)
 
     def _exit(self, code: int) -> None:
         for work in self.at_end:
@@ -250,35 +232,13 @@ class Watch:
         sys.stderr.flush()
         os._exit(code)
 
-    def _tell(self, text: str) -> None:
-        """Print the fault, if no rank has printed it yet."""
-        if self._told:
-            return
-        self._told = True
+    def _heard(self, more: int = 0) -> int:
+        """The number of ranks that have read the fault."""
         try:
-            first = self._store.add("told", 1) == 1
-        except RuntimeError:  # the store is gone: better twice than never
-            first = True
-        if first:
-            self.say(text)
-
-    def _is_told(self) -> bool:
-        with suppress(RuntimeError):
-            self._told = self._told or bool(self._store.check(["told"]))
-        return self._told
-
-    def _linger(self, done: Callable[[], bool]) -> None:
-        limit = time.monotonic() + LINGER
-        while time.monotonic() < limit and not done():
-            time.sleep(0.05)
-
-    def _count(self, name: str, more: int = 0) -> int:
-        """The number of ranks that have read the fault, or seen that it was printed."""
-        try:
-            return int(self._store.add(name, more))
+            return int(self._store.add("heard", more))
         except RuntimeError:
             return self.ranks.size
 
 
-def _brief(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]

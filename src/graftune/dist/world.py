@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from graftune import __version__
+from graftune.dist.watch import first_line
 from graftune.errors import GraftuneError
 from graftune.ranks import Ranks, Share
 
@@ -169,7 +170,7 @@ def connect(ranks: Ranks, seconds: float = 0.0) -> tuple[dist.Store, int]:
         )
     except (RuntimeError, ValueError) as error:
         raise GraftuneError(
-            f"the rendezvous at {ranks.host}:{ranks.port} cannot be reached ({_first_line(error)})",
+            f"the rendezvous at {ranks.host}:{ranks.port} cannot be reached ({first_line(error)})",
             where=f"rank {ranks.rank}",
             fix="check the address and port that the launcher was given, and that rank 0 is up",
         ) from None
@@ -250,7 +251,3 @@ def is_broken(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "NCCL", "Connection", "Broken pipe"))
     )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 
 from graftune.errors import GraftuneError
 from graftune.io.files import open_own
@@ -237,12 +236,6 @@ class Claim:
 
     def _remove(self, reservations: list[Reservation]) -> None:
         reservations[:] = [one for one in reservations if one.id != self.reservation.id]
-
-    def __enter__(self) -> Claim:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.release()
 
 
 def shared_ledger(warn: Callable[[str], None] = lambda _: None) -> Ledger | None:

@@ -99,10 +99,6 @@ class Meter:
         finally:
             self._paused += self._clock() - since
 
-    def leave_out(self, seconds: float) -> None:
-        """Time in which the process was stopped."""
-        self._paused += min(seconds, self.since_last)
-
     def _span(self) -> _Mark:
         first, last = self._marks[0], self._marks[-1]
         amounts = Amounts(*(b - a for a, b in zip(first.amounts, last.amounts, strict=True)))

@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from graftune.batch import BatchLayout, Example, Field, PackedBatch
+from graftune.batch import BatchLayout, PackedBatch
 from graftune.data.dataset import Dataset, prepare
 from graftune.data.encoded import lengths_of, take
 from graftune.data.loader import Loader
@@ -217,7 +215,7 @@ class BatchFeed:
     def own_batch(self, batch: PackedBatch | Dataset | Data) -> Batch:
         """A batch that did not come from `batches`, in micro-batches of the session's size."""
         if isinstance(batch, PackedBatch):
-            self.resolve_auto(None, _layout_of(batch))
+            self.resolve_auto(None, self.parts.loss.layout(()))
             return Batch([batch], len(batch.tokens), batch.response_tokens)
         examples = self.examples(batch, "forward_backward").examples
         layout = self.parts.loss.layout(examples)
@@ -241,17 +239,3 @@ class BatchFeed:
         if not len(found):
             raise GraftuneError(f"{verb} was given a data set without examples", fix="give another one")
         return found
-
-
-def _layout_of(batch: PackedBatch) -> BatchLayout:
-    """The layout of a batch that is packed already: its fields without the data they were read from."""
-
-    def unread(examples: Sequence[Example]) -> np.ndarray:
-        raise AssertionError("a packed batch is not packed again")
-
-    per = {True: "label", False: "document"}
-    fields = [
-        Field(name, value.dtype, unread, per[len(value) == len(batch.rows)])  # type: ignore[arg-type]
-        for name, value in batch.extra.items()
-    ]
-    return BatchLayout(fields=tuple(fields))

@@ -39,7 +39,7 @@ from graftune.step.evaluate import EvalResult, evaluate
 from graftune.step.pipeline import Pipeline, pipeline_for
 from graftune.step.step import Step
 from graftune.tokenizer import Tokenizer
-from graftune.weights import checkpoint, safetensors_io
+from graftune.weights import checkpoint
 from graftune.weights.adapter import save_adapter
 from graftune.weights.base import Base
 from graftune.weights.checkpoint import Progress
@@ -296,28 +296,32 @@ class Parts:
         else:
             save_model(folder, self.arena, self.base, self.whole, self.runtime.compute)
 
-    def write_state(self, folder: Path, steps: int, updates: int, position: DataPosition) -> Path:
+    def write_state(self, folder: Path, steps: int, position: DataPosition) -> Path:
         """Write what a session needs to go on: weights, moments, the update count, the loss scale, the position in the
         data, and the settings that `auto` resolved to. The layout is that of a run's checkpoint."""
         settings = {name: getattr(self.config.train, name) for name in RESOLVED}
+        step = vars(self).get("step")
+        updates = 0 if step is None else int(step.count)
         progress = Progress(step=steps, epoch=position.epoch, epoch_step=position.step, updates=updates)
         identity: dict[str, Any] = {"base": self.base.sha256, "examples": position.data, "resolved": settings}
-        scaler = self.step.scaler if "step" in vars(self) else None
-        return checkpoint.write(folder, self.arena, progress, identity, scaler)
+        return checkpoint.write(folder, self.arena, progress, identity, None if step is None else step.scaler)
 
-    def read_state(self, folder: Path) -> tuple[Progress, DataPosition, dict[str, Any], dict[str, torch.Tensor]]:
-        """Fill the arena from what `write_state` wrote. Returns the counts, the position, the resolved settings, and
-        the loss scale if there is one."""
+    def resolved_in(self, folder: Path) -> dict[str, Any]:
+        """The settings that `auto` had resolved to in a saved state."""
         if not (folder / checkpoint.STATE).is_file():
             raise GraftuneError("is not a saved state", where=str(folder), fix="give a folder that save_state wrote")
         _, identity = checkpoint.read_state(folder)
-        progress = checkpoint.load(folder, self.arena, {"base": self.base.sha256})
+        checkpoint.check_identity({"base": self.base.sha256}, identity, folder)
         stored = identity.get("resolved")
-        resolved = {name: stored[name] for name in RESOLVED if name in stored} if isinstance(stored, dict) else {}
-        tensors = safetensors_io.load(folder / checkpoint.TENSORS)
-        scale = {name: tensor for name, tensor in tensors.items() if name == "loss_scale"}
-        position = DataPosition(progress.epoch, progress.epoch_step, str(identity.get("examples", "")))
-        return progress, position, resolved, scale
+        return {name: stored[name] for name in RESOLVED if name in stored} if isinstance(stored, dict) else {}
+
+    def read_state(self, folder: Path) -> tuple[int, DataPosition]:
+        """Fill the arena and the step from what `write_state` wrote. Returns the steps taken and the position in the
+        data."""
+        _, identity = checkpoint.read_state(folder)
+        progress = checkpoint.load(folder, self.arena, scaler=self.step.scaler)
+        self.step.count.fill_(progress.updates)
+        return progress.step, DataPosition(progress.epoch, progress.epoch_step, str(identity.get("examples", "")))
 
     def _write_adapter(self, folder: Path) -> None:
         names = [name for name in ("embed_tokens", "lm_head") if f"{name}.rows" in self.arena.slots]

@@ -69,7 +69,6 @@ class Session:
         self._divisor = 0.0
         self._meter = Meter(0, 0)
         self._position = self._reached = DataPosition()  # behind the last batch that was applied, and added
-        self._restored: tuple[int, dict[str, torch.Tensor]] | None = None  # updates and loss scale of a loaded state
 
     @property
     def config(self) -> Config:
@@ -231,15 +230,9 @@ class Session:
         return stats
 
     def _ready(self) -> Any:
-        """The pipeline, with `auto` resolved, and with the update count and loss scale of a loaded state."""
+        """The pipeline, with `auto` resolved."""
         if "step" not in vars(self.parts):
             self.feed.resolve_auto(None, self.loss.layout(()))
-        if self._restored is not None:
-            updates, scale = self._restored
-            self.parts.step.count.fill_(updates)
-            if self.parts.step.scaler is not None and scale:
-                self.parts.step.scaler.load_state_dict(scale)
-            self._restored = None
         return self.parts.pipeline
 
     def _use_loss(self, loss: str | Loss | None, batch: Batch | None = None) -> None:
@@ -493,10 +486,7 @@ class Session:
             session.save_state("state")
         """
         self.parts.check_open()
-        updates = (
-            self._restored[0] if self._restored else int(self.parts.step.count) if "step" in vars(self.parts) else 0
-        )
-        return self.parts.write_state(arguments.path(path), self.steps, updates, self._position)
+        return self.parts.write_state(arguments.path(path), self.steps, self._position)
 
     def load_state(self, path: str | Path, *, position: bool = True) -> None:
         """Go on from what `save_state` wrote. The first pass of `batches()` then starts behind the batches that were
@@ -507,14 +497,15 @@ class Session:
             session.load_state("state")
         """
         self.parts.check_open()
-        progress, found, resolved, scale = self.parts.read_state(arguments.path(path))
-        if "step" in vars(self.parts):
-            self.parts.step.discard()
-        self._position = found if position else DataPosition()
-        self.feed.start_at(found if position and found.data else None)
-        self.steps, self._restored = progress.step, (progress.updates, scale)
+        folder = arguments.path(path)
+        resolved = self.parts.resolved_in(folder)
         if "step" not in vars(self.parts):
             self.parts.config = self.config.replace(**resolved)
+            self.feed.resolve_auto(None, self.loss.layout(()))
+        self.parts.step.discard()
+        self.steps, found = self.parts.read_state(folder)
+        self._position = found if position else DataPosition()
+        self.feed.start_at(found if position and found.data else None)
         self._forget_sums()
 
     def close(self) -> None:

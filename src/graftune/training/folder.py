@@ -11,7 +11,6 @@ import errno
 import itertools
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -33,10 +32,6 @@ _FILES = (
 _FOLDERS = ("adapter", "model")
 _FILLED = ("checkpoints", "tensorboard", "wandb")  # folders that are written into as they are, not replaced
 _HALF = re.compile(rf"({'|'.join(map(re.escape, (*_FILES, *_FOLDERS)))})(\.[0-9]+)?{re.escape(PART)}")
-# The files of a run before it can be resumed.
-_BEFORE_START = (LOCK, "metrics.jsonl", "plan.json", f"plan.json{PART}", f"config.yaml{PART}")
-_DEFAULT_NAME = re.compile(r".+-[0-9]{8}-[0-9]{6}(-[0-9]+)?")
-_ABANDONED = 600.0  # seconds after which a folder that is not locked was not made a moment ago
 
 
 def sweep(folder: Path) -> None:
@@ -54,24 +49,6 @@ def sweep(folder: Path) -> None:
 def _checkpoints(folder: Path) -> list[Path]:
     found = (re.fullmatch(r"(step-[0-9]{1,15})\.(part|old)", path.name) for path in (folder / "checkpoints").glob("*"))
     return sorted({folder / "checkpoints" / match[1] for match in found if match})
-
-
-def sweep_unstarted(parent: Path) -> None:
-    """Remove runs that were killed before their first step: unlocked folders of the default name that hold nothing a
-    run could be resumed from."""
-    with suppress(OSError):
-        for folder in parent.iterdir():
-            if _DEFAULT_NAME.fullmatch(folder.name) and _is_unstarted(folder):
-                with suppress(OSError, GraftuneError), FolderLock(folder):
-                    if _is_unstarted(folder):
-                        shutil.rmtree(folder)
-
-
-def _is_unstarted(folder: Path) -> bool:
-    if folder.is_symlink() or not folder.is_dir() or time.time() - folder.stat().st_mtime < _ABANDONED:
-        return False
-    names = {path.name for path in folder.iterdir()}
-    return LOCK in names and names <= set(_BEFORE_START)
 
 
 def complete(folder: Path, console: Console) -> None:
@@ -130,7 +107,6 @@ def new_folder(config: Config, data: DataValue, made: list[Path], held: ExitStac
 
 def _unused_folder(parent: Path, name: str) -> Path:
     """A folder named by the data and the clock, and by a number if two runs start in the same second."""
-    sweep_unstarted(parent)
     name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     numbered = (parent / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
     return next(folder for folder in numbered if not folder.exists())

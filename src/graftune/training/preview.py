@@ -57,9 +57,6 @@ class Preview(Hook):
         if self._thread is not None:
             self._thread.join()
         if self._failed and sys.exc_info()[0] is None:
-            self._failed = ""
-            self._write(state)  # the disk may have room by now
-        if self._failed and sys.exc_info()[0] is None:
             state.report.warn(f"{PREVIEW} was not written: {self._failed}")
             self._failed = ""
 

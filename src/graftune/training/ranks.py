@@ -59,10 +59,6 @@ class SingleProcess:
         """Every rank's value, in the order of ranks."""
         return [value]
 
-    def one_by_one(self, work: Callable[[], None]) -> None:
-        """Do the work on the ranks of a machine one after the other."""
-        work()
-
     def same(self, facts: Mapping[str, Any], fix: str) -> None:
         """Raise an error if a rank has other facts than rank 0."""
         for rank, theirs in enumerate(everyone := self.gather(dict(facts))):
@@ -139,12 +135,6 @@ class Distributed(SingleProcess):
     def from_lead(self, work: Callable[[], Made]) -> Made:
         made: Made = self.world.from_lead(work() if self.leads else None)
         return made
-
-    def one_by_one(self, work: Callable[[], None]) -> None:
-        for turn in range(max(self.gather(self.local_size))):
-            if turn == self.world.local_rank:
-                work()
-            self.world.wait()
 
     def memory(self, device: torch.device) -> int:
         """On a CPU the ranks of a machine divide what is free there; those that share a GPU, what is free on it."""

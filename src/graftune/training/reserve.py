@@ -120,7 +120,7 @@ class Reserver:
         if not self.ranks.leads:
             config = config.replace(**resolved)
             job, plan, _ = self._fitting(within, limit)
-        self.ranks.one_by_one(lambda: self._reserve_all(plan))
+        self.ranks.in_turn(lambda: self._reserve_all(plan))
         return config, job, plan
 
     def _fitting(self, make: MakeJob, limit: int) -> tuple[Job, Plan, bool]:
@@ -173,7 +173,7 @@ class Reserver:
         if not claim.granted:
             return found
         self._claimed.add(device)
-        self.held.callback(self._release, claim)
+        self.held.callback(_release, claim)
         claim.keep(device.measure)
         return None
 
@@ -181,12 +181,6 @@ class Reserver:
         """Bytes of the free host memory that a run on a GPU may take."""
         found = None if self.ledger is None else self._available(self.host)
         return free if found is None or found.alone else min(free, found.left)
-
-    def _release(self, claim: Claim) -> None:
-        try:
-            claim.release()
-        except GraftuneError as error:  # the next run sees that this process has ended
-            self.console.warn(f"the memory of this run stays reserved until it ends: {error}")
 
     def _available(self, device: SharedDevice) -> Availability:
         assert self.ledger is not None
@@ -235,10 +229,10 @@ def register(session: Session, console: Console, task: str) -> None:
         console.warn(f"{NOT_RESERVED}: {error}")
         return
     claim.keep(shared.measure)
-    weakref.finalize(session, _release_quietly, claim)
+    weakref.finalize(session, _release, claim)
 
 
-def _release_quietly(claim: Claim) -> None:
+def _release(claim: Claim) -> None:
     with suppress(GraftuneError):  # the reservation ends with the process
         claim.release()
 

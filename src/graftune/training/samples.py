@@ -159,7 +159,8 @@ class Samples(Hook):
         state.report.log.emit("sample", step=0, answers=self.base_answers, **facts)
 
     def _ask(self, state: RunState, whom: str, count: int, *, adapted: bool) -> list[str]:
-        label, check = f"asking {whom} about unseen prompts", _stay if _together(state) else state.check_stop
+        label = f"asking {whom} about unseen prompts"
+        check = state.check_stop_alone if _together(state) else state.check_stop
         counted = state.report.counted(label, count, "answers", check)
         with state.pausing_steps("samples"), counted as between, state.stop.interruptible():
             return self.questions.ask(state.parts, count, adapted=adapted, between=between)
@@ -168,10 +169,6 @@ class Samples(Hook):
 def _together(state: RunState) -> bool:
     """Whether every forward pass needs all ranks."""
     return state.parts.placement.ranks > 0
-
-
-def _stay() -> None:
-    """Ranks that answer together cannot leave the work."""
 
 
 def _score_figures(report: ScoreReport) -> dict[str, Any]:

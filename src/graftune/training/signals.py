@@ -9,8 +9,7 @@ processes that may have received them already, and ends them itself if they take
 acts on a second signal. While a run is prepared there is nothing to save: the signal is raised, as Python does with
 Ctrl-C, and the files made so far are removed. A signal that is ignored (nohup) stays ignored. A second SIGTERM or
 SIGHUP changes nothing: schedulers repeat them, and a terminal that closes sends SIGHUP twice; so does a second SIGINT
-in the same moment, from a wrapper that passes it on. SIGSTOP cannot be seen; SIGCONT can, and the time between them
-follows from how long the thread has slept.
+in the same moment, from a wrapper that passes it on.
 """
 
 from __future__ import annotations
@@ -101,8 +100,7 @@ class SignalWatch:
     """Handles signals while a run trains.
 
     `note` is called with the first one, in its handler. `overdue` is called in the main thread `within` seconds later,
-    if this is still open (0: never). `lost` returns what a second Ctrl-C loses, and is called from another thread.
-    `continued` is called with the seconds for which the process was stopped."""
+    if this is still open (0: never). `lost` returns what a second Ctrl-C loses, and is called from another thread."""
 
     TICK = 1.0  # seconds between two looks at the clock
     SAME = 0.5  # seconds within which a second SIGINT is the first one, passed on
@@ -114,14 +112,11 @@ class SignalWatch:
         within: float = 0.0,
         overdue: Callable[[], None] = lambda: None,
         lost: Callable[[], str] = lambda: "",
-        continued: Callable[[float], None] = lambda seconds: None,
         once: bool = False,
     ) -> None:
         self._note, self._within, self._overdue, self._lost = note, within, overdue, lost
-        self._continued, self._once = continued, once
-        self._first = self._late = False
-        self._ticks = (0.0, 0.0)  # the last two times at which the thread was awake
-        self._closed = False
+        self._once = once
+        self._first = self._late = self._closed = False
 
     def __enter__(self) -> SignalWatch:
         self._stack = ExitStack()
@@ -134,8 +129,6 @@ class SignalWatch:
         self._kinds = [kind for kind in KINDS if signal.getsignal(kind) is not signal.SIG_IGN]
         for kind in self._kinds:
             self._stack.callback(signal.signal, kind, signal.signal(kind, self._handle))
-        self._stack.callback(signal.signal, signal.SIGCONT, signal.signal(signal.SIGCONT, self._on_continued))
-        self._ticks = (time.monotonic(),) * 2
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._thread.start()
         self._stack.callback(self._close)
@@ -160,12 +153,6 @@ class SignalWatch:
         elif self._late:
             self._overdue()
 
-    def _on_continued(self, number: int, frame: FrameType | None) -> None:
-        now, (before, last) = time.monotonic(), self._ticks  # the thread may have woken first
-        asleep = max(now - last, last - before) - self.TICK
-        if asleep > self.TICK:
-            self._continued(asleep)
-
     # In the thread
 
     def _watch(self) -> None:
@@ -173,7 +160,6 @@ class SignalWatch:
         while not self._closed:
             ready, _, _ = select.select([self._read], [], [], self.TICK)
             now = time.monotonic()
-            self._ticks = (self._ticks[1], now)
             for number in os.read(self._read, 64) if ready else b"":
                 if number not in self._kinds:
                     continue

@@ -271,7 +271,6 @@ class Trainer:
             within=self.parts.config.run.stop_within if alone and on_cpu else 0.0,
             overdue=self._give_up,
             lost=lambda: self.checkpoints.lost(state),
-            continued=lambda seconds: state.report.meter.leave_out(seconds),
             once=not alone,
         )
 
