@@ -225,6 +225,13 @@ def test_doctor(capsys: Capture) -> None:
     assert "Will be used" in capsys.readouterr().out
 
 
+def test_doctor_says_only_that_the_default_base_is_missing(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graftune.settings.recognise.DEFAULT_PACKAGE", "not_installed_anywhere")
+    assert main(["doctor", ""]) == 2
+    said = capsys.readouterr()
+    assert "the default one is not installed" in said.err and not said.out
+
+
 def test_doctor_lists_reserved_memory(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from graftune.ledger import HOST, Ledger, Memory
 

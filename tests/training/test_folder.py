@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
+from graftune.errors import GraftuneError
+from graftune.settings.config import Config
 from graftune.training import folder as run_folders
 
 
@@ -17,3 +22,16 @@ def test_what_is_half_written_goes_by_its_exact_name(tmp_path: Path) -> None:
     run_folders.sweep(tmp_path)
     left = {str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("x")}
     assert left == {*mine, *whole, "model", "checkpoints/step-6"}, "the last two have their names back"
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
+    taken, left = tmp_path / "taken", tmp_path / "left"
+    for folder, names in ((taken, ["notes.txt"]), (left, [".lock", "metrics.jsonl", "config.yaml.part"])):
+        folder.mkdir()
+        for name in names:
+            (folder / name).touch()
+    with ExitStack() as held:
+        with pytest.raises(GraftuneError, match=r"taken: the folder holds other files \(notes.txt\)"):
+            run_folders.new_folder(Config.of({"out": str(taken)}), "", [], held)
+        assert run_folders.new_folder(Config.of({"out": str(left)}), "", [], held) == left
+    assert [path.name for path in taken.iterdir()] == ["notes.txt"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,14 @@ def test_a_run_gets_its_profile_and_trace(tiny_folder, tmp_path: Path, capsys: p
     assert document["owned"] > 0.95 and document["shape"]["micro_batches"] > 1
     assert {row["name"] for row in document["beside"]} >= {"checkpoint"}
     assert sorted(path.name for path in run.iterdir()) == ["config.yaml", "profile-trace.json", "profile.json"]
+
+
+def test_a_closed_pipe_does_not_lose_the_measurement(tiny_folder, tmp_path: Path, monkeypatch) -> None:
+    """`graftune profile RUN | head -2`: rich leaves the process when it cannot write."""
+    settings(tiny_folder, tmp_path).save(tmp_path / "config.yaml")
+    monkeypatch.setattr("graftune.cli.profile.show", lambda *_: sys.exit(1))
+    assert main(["profile", str(tmp_path), "--steps", "2", "--quiet"]) == 141
+    assert json.loads((tmp_path / "profile.json").read_text())["steps"] == 2
 
 
 def test_a_base_is_profiled_without_a_folder(

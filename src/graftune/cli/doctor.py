@@ -87,7 +87,7 @@ def _explain(name: str, revision: str, console: Console) -> int:
         placement = choose_placement(base, "auto", resolve())
         facts |= {"held": placement.describe()}
     console.result({**report.document, **facts})
-    if not console.json:
+    if facts and not console.json:
         shown = {key: human_bytes(value) if key == "bytes" else value for key, value in facts.items()}
         shown |= {"parameters": f"{facts['parameters']:,}"} if "parameters" in facts else {}
         console.table("Base", ("item", "value"), list(shown.items()))

@@ -80,12 +80,16 @@ def profile(
 
     found = profiled(whole, console, steps)
     document = found.document()
-    if not json:
-        show(console, document)  # before anything is written: the disk may be full
-    if into is not None:
-        write_file(into / "profile.json", json_module.dumps(document) + "\n")
-    for path in [*([into / "profile-trace.json"] if into else []), *([Path(trace)] if trace else [])]:
-        write_file(path, json_module.dumps(found.trace()) + "\n")
+    traces = [*([into / "profile-trace.json"] if into else []), *([Path(trace)] if trace else [])]
+    try:
+        if not json:
+            show(console, document)  # before the files are written, because the disk may be full
+    finally:  # the measurement is not lost if the reader of a pipe has gone
+        if into is not None:
+            write_file(into / "profile.json", json_module.dumps(document) + "\n")
+        for path in traces:
+            write_file(path, json_module.dumps(found.trace()) + "\n")
+    for path in traces:
         console.note(f"trace: {path} (open it in ui.perfetto.dev)")
     console.result(document)
     return 0

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from graftune.data.row import plain
 from graftune.errors import GraftuneError
 from graftune.io.files import PART, check_own_folder, open_own, recover_folder, remove
 from graftune.io.lock import LOCK, FolderLock
@@ -86,6 +87,7 @@ def new_folder(config: Config, data: DataValue, made: list[Path], held: ExitStac
         raise GraftuneError(
             "there is a run in this folder", where=str(folder), fix="resume it, or set out to another folder"
         )
+    _refuse_other_files(folder)
     try:
         for path in (*reversed(folder.parents), folder):
             if not path.is_dir():
@@ -103,6 +105,17 @@ def new_folder(config: Config, data: DataValue, made: list[Path], held: ExitStac
             f"cannot be written to ({error.strerror})", where=str(folder), fix="set out to another folder"
         ) from None
     return folder
+
+
+def _refuse_other_files(folder: Path) -> None:
+    """Refuse a folder that holds anything except the files of a run that did not start."""
+    if folder.is_dir():
+        names = {path.name for path in folder.iterdir()} - {LOCK, "metrics.jsonl", "plan.json", *_FILLED}
+        others = sorted(name for name in names if not _HALF.fullmatch(name))
+        if others:
+            raise GraftuneError(
+                f"the folder holds other files ({plain(others[0])})", where=str(folder), fix="set out to a new folder"
+            )
 
 
 def _unused_folder(parent: Path, name: str) -> Path:

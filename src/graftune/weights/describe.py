@@ -40,7 +40,7 @@ def describe(name: str, revision: str = "") -> tuple[Report, Base | None]:
     try:
         base = open_base(name, revision)
     except GraftuneError as error:
-        return Report({"base": name, **_from_headers(path)}, error), None
+        return Report({"base": name, **_from_headers(path)} if name else {}, error), None
     return Report(_facts(base)), base
 
 
