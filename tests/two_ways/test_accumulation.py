@@ -39,11 +39,13 @@ def examples(*lengths: int) -> list[Example]:
     return made
 
 
-def ready(folder: Path, *, clip_mode: str = "global", dropout: float = 0.0, **lora: object) -> tuple[oracle.Ours, Step]:
+def ready(
+    folder: Path, *, clip_mode: str = "global", dropout: float = 0.0, full: bool = False, **lora: object
+) -> tuple[oracle.Ours, Step]:
     config = LoraConfig(rank=4, alpha=10.0, dropout=dropout, **lora)  # type: ignore[arg-type]
     with torch.random.fork_rng():
         torch.manual_seed(5)  # the oracle's random B: the same for each that is made
-        ours = oracle.ours(folder, config)
+        ours = oracle.whole(folder) if full else oracle.ours(folder, config)
     return ours, Step(ours.decoder, ours.arena, clip_mode=clip_mode, dropout=dropout, seed=3)
 
 
@@ -68,18 +70,18 @@ DIVISIONS = {
 }
 
 
-@pytest.mark.parametrize("division", DIVISIONS)
-def test_micro_batches_equal_one_batch(division: str, tiny_folder: Folder) -> None:
+@pytest.mark.parametrize(("division", "full"), [*((name, False) for name in DIVISIONS), ("unequal", True)])
+def test_micro_batches_equal_one_batch(division: str, full: bool, tiny_folder: Folder) -> None:
     """Gradients and the weights after the update. Also packed = unpacked: `one each` packs nothing at all."""
     data = examples(40, 3, 17, 29, 8)
-    ours, step = ready(tiny_folder("llama"), train_norms=True)
+    ours, step = ready(tiny_folder("llama"), train_norms=True, full=full)
     start = ours.arena.weights.clone()
     want_loss, want_grads = ours.gradients(data)
     ours.arena.grads.zero_()
     want = take(step, [data], clip=0.5)
     weights = ours.arena.weights.clone()
 
-    ours, step = ready(tiny_folder("llama"), train_norms=True)
+    ours, step = ready(tiny_folder("llama"), train_norms=True, full=full)
     assert torch.equal(ours.arena.weights, start)
     for held in DIVISIONS[division]:
         step.micro_step(pack([data[i] for i in held]))
