@@ -16,13 +16,7 @@ from safetensors.torch import load_file, save_file
 from graftune.errors import GraftuneError
 from graftune.weights.gguf_io import read_gguf
 from tests.bad_input.conftest import Refuse
-from tests.support import tiny
 from tests.weights import tiny_gguf
-
-
-@pytest.fixture(scope="module")
-def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_gguf.write(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 
 @pytest.fixture
@@ -53,17 +47,6 @@ def test_a_folder_without_a_model(data: Path, tmp_path: Path, refuse: Refuse) ->
 
 
 # GGUF
-
-
-@pytest.mark.parametrize("share", [0.0001, 0.01, 0.05, 0.1, 0.2, 0.5, 0.9, 0.9999])
-def test_a_gguf_cut_short(share: float, gguf_file: Path, data: Path, tmp_path: Path, refuse: Refuse) -> None:
-    whole = gguf_file.read_bytes()
-    path = tmp_path / "cut.gguf"
-    path.write_bytes(whole[: int(len(whole) * share)])
-    sentence = refuse(path, data)
-    assert str(path) in sentence and (
-        "early" in sentence or "cut short" in sentence or "more than the file" in sentence
-    )
 
 
 def header(*, tensors: int = 0, keys: int = 0, version: int = 3) -> bytes:
@@ -196,14 +179,6 @@ def test_configurations(case: str, folder: Path, data: Path, refuse: Refuse) -> 
     assert expected in refuse(folder, data)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.5, 0.999])
-def test_safetensors_cut_short(share: float, folder: Path, data: Path, refuse: Refuse) -> None:
-    path = folder / "model.safetensors"
-    whole = path.read_bytes()
-    path.write_bytes(whole[: int(len(whole) * share)])
-    assert "model.safetensors: is damaged or cut short" in refuse(folder, data)
-
-
 def test_weights_of_another_model(folder: Path, data: Path, refuse: Refuse) -> None:
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -215,15 +190,6 @@ def test_weights_of_another_model(folder: Path, data: Path, refuse: Refuse) -> N
     assert "tensor layers.2.self_attn.v_proj.weight is missing" in refuse(folder, data)
     path.unlink()
     assert "holds no model.safetensors" in refuse(folder, data)
-
-
-def test_a_missing_shard(tmp_path: Path, data: Path, refuse: Refuse) -> None:
-    mine = tmp_path / "sharded"
-    tiny.hf_model("llama").save_pretrained(mine, max_shard_size="20KB")
-    tiny.make_tokenizer().save(mine)
-    gone = sorted(mine.glob("*.safetensors"))[-1]
-    gone.unlink()
-    assert f"{gone}: this shard is missing" in refuse(mine, data)
 
 
 def test_no_tokenizer(folder: Path, data: Path, refuse: Refuse) -> None:

@@ -93,13 +93,6 @@ def test_cut_at_every_byte(reader: str, tmp_path: Path) -> None:
         assert answer(reader, whole[:keep], tmp_path) is None, keep
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_a_wrong_magic(reader: str, tmp_path: Path) -> None:
-    whole = READERS[reader][0]()
-    for magic in (b"GGML", b"FUGG", b"PK\3\4", b"\x89HDF", b"\x80\4\x95\0", bytes(4), b"\xff\xff\xff\xff"):
-        assert answer(reader, magic + whole[4:], tmp_path) is None
-
-
 def test_overlapping_safetensors(tmp_path: Path) -> None:
     places = {"a": [0, 16], "b": [8, 24]}
     entries = {n: {"dtype": "F32", "shape": [2, 2], "data_offsets": place} for n, place in places.items()}

@@ -120,11 +120,3 @@ def test_the_record_is_current(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert scale.main(["--json", "-"]) == 0
     record = json.loads(capsys.readouterr().out)["scale"]
     assert all(0 < share <= 1 for curve in record["curves"] for share in curve["share"])
-
-
-def test_the_page_tells_how_far_to_trust_it() -> None:
-    """In prose, which nothing generates."""
-    page = (ROOT / "docs" / "scale.md").read_text()
-    for both in scale.checks().values():
-        assert f"{both['model_ms']:,.0f} ms" in page and f"{both['measured_ms']:,.0f})" in page
-    assert "no measurement on several GPUs has confirmed them" in page

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from graftune.api import train
 from graftune.observe.console import Console
-from graftune.observe.events import evals, read_events, steps
+from graftune.observe.events import read_events
 from graftune.session import parts
 from graftune.settings.config import Config
-from graftune.step.pipeline import DevicePipeline
 from graftune.weights import checkpoint
+from tests.gpu import ranked
 from tests.training.runs import adapter_bytes, write_data
+from tests.training.test_loop import figures
 
 pytestmark = pytest.mark.gpu
 QUIET = Console(quiet=True)
@@ -30,12 +30,6 @@ def settings(folder: Path, out: Path, **more: Any) -> Config:
         "save_every": 2, "keep_last": 99, "samples": 0, "schedule": "constant", "patience": 0,
     }  # fmt: skip
     return Config.of(values | more)
-
-
-def figures(run: Path) -> list[tuple[object, ...]]:
-    names = ("step", "epoch", "loss", "grad_norm", "lr", "tokens", "response_tokens", "skipped")
-    events = read_events(run / "metrics.jsonl")
-    return [tuple(e.get(n) for n in names) for e in (*steps(events), *evals(events))]
 
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
@@ -77,25 +71,7 @@ def test_recomputing_changes_nothing(recompute, tiny_folder, tmp_path, determini
 
 
 def test_steps_follow_each_other_without_a_wait(tiny_folder, tmp_path, monkeypatch):
-    """From the second step on, neither sending a step nor asking for what is done may synchronise."""
-    send, asked = DevicePipeline.step, DevicePipeline.finished
-
-    def unwatched(work, *args, **named):
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return work(*args, **named)
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-
-    def step(self, *args, **named):
-        return unwatched(send, self, *args, **named) if self.count else send(self, *args, **named)
-
-    def finished(self, wait=False):
-        return asked(self, wait) if wait else unwatched(asked, self, wait)
-
-    monkeypatch.setattr(DevicePipeline, "step", step)
-    monkeypatch.setattr(DevicePipeline, "finished", finished)
+    ranked.unwatched(monkeypatch.setattr)
     run = train(settings(tiny_folder("llama"), tmp_path / "run"), console=QUIET).folder
     logged = [e["step"] for e in read_events(run / "metrics.jsonl") if e["event"] == "step"]
     assert logged == list(range(1, len(logged) + 1)) and len(logged) > 10

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
-import signal
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from graftune.batch import Example
 from graftune.data.dataset import Dataset, prepare
 from graftune.data.encoded import has_weights, take, weight_sums_of, weights_of
 from graftune.data.pack import pack
 from graftune.losses import CrossEntropy
-from graftune.observe.events import read_events
 from graftune.settings.config import DataConfig
 from tests.data.helpers import CHATML, with_template
-from tests.training.runs import SETTINGS, Processes, adapter_bytes, write_data
 
 
 def read(tmp_path: Path, *rows: dict[str, Any], **settings: Any) -> Dataset:
@@ -108,34 +102,3 @@ def test_stored_weights_are_those_that_were_made() -> None:
         assert one.divisor == two.divisor and one.extra["weights"].tolist() == two.extra["weights"].tolist()
     batch = pack(made, layout=layout, capacity=20, max_docs=5, max_rows=9, longest=8)
     assert batch.extra["weights"].tolist() == [0.5, 2.0, 1.0, 1.0, 0.25, 0.25, 0.25, 0, 0] and batch.divisor == 5.25
-
-
-@pytest.fixture(scope="module")
-def processes() -> Any:
-    made = Processes()
-    yield made
-    made.close()
-
-
-def test_a_weighted_anchored_run_resumes_as_it_would_have_gone_on(
-    processes: Processes, tiny_folder: Any, tmp_path: Path
-) -> None:
-    """Killed and resumed, to the bit; its log has the loss's figures; another anchor is refused."""
-    data, log = write_data(tmp_path / "data.jsonl"), tmp_path / "log"
-    rows = [json.loads(line) | {"loss_weight": 0.5 + i % 3} for i, line in enumerate(data.read_text().splitlines())]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    line = ["train", str(tiny_folder("llama-shallow")), str(data), *SETTINGS, "--loss", "anchored", "--anchor", "0.2",
-            "--max-steps", "5"]  # fmt: skip
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    assert processes.run(*line, "--out", str(straight), log=log) == 0, log.read_text()
-    assert processes.run(*line, "--out", str(killed), die_at=("update_step", 4), log=log) == -signal.SIGKILL
-    assert processes.run("train", "--resume", str(killed), "--anchor", "0.3", log=log) == 2
-    assert "anchor was 0.2 in this run and is 0.3 now" in re.sub(r"\s+", " ", log.read_text())
-    assert processes.run("train", "--resume", str(killed), log=log) == 0, log.read_text()
-    assert adapter_bytes(straight) == adapter_bytes(killed)
-    events = read_events(straight / "metrics.jsonl")
-    for event in (e for e in events if e["event"] in ("step", "eval")):
-        assert event["loss"] == pytest.approx(event["cross_entropy"] + 0.2 * event["drift"], rel=1e-4)
-    assert max(e["drift"] for e in events if e["event"] == "step") > 0
-    first = next(e for e in events if e["event"] == "eval")
-    assert first["step"] == 0 and first["drift"] == pytest.approx(0, abs=1e-9)

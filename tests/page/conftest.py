@@ -66,12 +66,10 @@ def serve() -> Iterator[Callable[..., str]]:
 
     made: list[Page] = []
 
-    def started(root: Path, worker: bool = False) -> str:
-        """`worker`: the real process answers the chat box, and not the fake one."""
+    def started(root: Path) -> str:
         page = Page(Runs(root), host="127.0.0.1", port=0)
-        if not worker:
-            chat = page._server.config.app.state.server.chat  # type: ignore[union-attr]
-            chat.worker = Worker("chat", (sys.executable, str(Path(__file__).with_name("fake_worker.py"))))
+        chat = page._server.config.app.state.server.chat  # type: ignore[union-attr]
+        chat.worker = Worker("chat", (sys.executable, str(Path(__file__).with_name("fake_worker.py"))))
         page.start()
         made.append(page)
         return page.address
@@ -87,9 +85,9 @@ def tab(browser: Any, serve: Callable[..., str]) -> Iterator[Callable[..., Tab]]
     script that fails, a file that is missing, or something that the page's own security policy refused."""
     made: list[tuple[Any, Tab]] = []
 
-    def opened(root: Path, worker: bool = False, **settings: Any) -> Tab:
+    def opened(root: Path, **settings: Any) -> Tab:
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **settings})
-        made.append((context, Tab(context.new_page(), serve(root, worker))))
+        made.append((context, Tab(context.new_page(), serve(root))))
         return made[-1][1]
 
     yield opened

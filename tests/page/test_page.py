@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import time
 from pathlib import Path
 from urllib.parse import urlsplit
-
-import pytest
 
 from tests.page.folders import BASE, RIGHT, RunFolder, gallery
 
@@ -183,15 +180,3 @@ def test_a_chat_answer_streams(tab, tmp_path: Path):
     asked(page, "And?")
     page.wait_for_selector(".turn:nth-child(2) .answer.base .text:text-is('base of step-10 was asked 3 <b>And?</b>')")
     assert page.inner_text(".turn:nth-child(1) .answer.base .text").endswith("<b>Hello</b>")
-
-
-@pytest.mark.skipif("GRAFTUNE_LONG" not in os.environ, reason="GRAFTUNE_LONG=1 also chats with a real, tiny model")
-def test_a_real_model_answers(tab, tiny_folder, tmp_path: Path):
-    from graftune.api import train
-
-    train(base=str(tiny_folder("llama")), out=str(tmp_path / "run"), max_steps=2, samples=0, device="cpu")
-    page = tab(tmp_path, worker=True).open("run/run/chat")
-    page.fill("#length", "8")
-    asked(page, "Hello")
-    page.wait_for_selector("button:text-is('Send'):enabled", timeout=120_000)
-    assert all(page.inner_text(f".answer.{who} .text") for who in ("base", "tuned"))

@@ -8,7 +8,9 @@ and checkpoints at different steps, and stops early, so every counter of `Progre
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -170,6 +172,28 @@ def test_a_signal_saves_and_says_how_to_go_on(bench: Bench, number: signal.Signa
     assert saved == events[-1]["step"] == max(s["step"] for s in steps(events))
     assert bench.resume(run) == 0, bench.said()
     bench.check(run)
+
+
+def test_a_weighted_anchored_run_resumes_as_it_would_have_gone_on(bench: Bench, tmp_path: Path) -> None:
+    """Killed and resumed, to the bit; its log has the loss's figures; another anchor is refused."""
+    data, log, processes = write_data(tmp_path / "data.jsonl"), bench.root / "log", bench.processes
+    rows = [json.loads(line) | {"loss_weight": 0.5 + i % 3} for i, line in enumerate(data.read_text().splitlines())]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = [*bench.line[:2], str(data), *SETTINGS, "--loss", "anchored", "--anchor", "0.2",
+            "--max-steps", "5"]  # fmt: skip
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    assert processes.run(*line, "--out", str(straight), log=log) == 0, log.read_text()
+    assert processes.run(*line, "--out", str(killed), die_at=("update_step", 4), log=log) == -signal.SIGKILL
+    assert processes.run("train", "--resume", str(killed), "--anchor", "0.3", log=log) == 2
+    assert "anchor was 0.2 in this run and is 0.3 now" in re.sub(r"\s+", " ", log.read_text())
+    assert processes.run("train", "--resume", str(killed), log=log) == 0, log.read_text()
+    assert adapter_bytes(straight) == adapter_bytes(killed)
+    events = read_events(straight / "metrics.jsonl")
+    for event in (e for e in events if e["event"] in ("step", "eval")):
+        assert event["loss"] == pytest.approx(event["cross_entropy"] + 0.2 * event["drift"], rel=1e-4)
+    assert max(e["drift"] for e in events if e["event"] == "step") > 0
+    first = next(e for e in events if e["event"] == "eval")
+    assert first["step"] == 0 and first["drift"] == pytest.approx(0, abs=1e-9)
 
 
 # Refusals
