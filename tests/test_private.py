@@ -6,7 +6,6 @@ import ast
 from pathlib import Path
 
 import pytest
-import torch
 
 from graftune import private
 from graftune.errors import GraftuneError
@@ -23,20 +22,11 @@ def test_every_name_is_there(name: str) -> None:
         pytest.fail(f"{error}. See what has taken its place, and write the new name and versions into private.py")
 
 
-def test_a_missing_name_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = ("torch.ops.aten._gone", "torch.UntypedStorage._gone")  # of what is no module
-    for name in ("torch._was_here_once", "torch._gone.function", "no_such_project.thing", *own):
-        monkeypatch.setitem(private.NAMES, name, "some versions")
-    with pytest.raises(GraftuneError, match=r"torch \S+ has no _was_here_once, .*install .* some versions") as error:
-        private.find("torch._was_here_once")
-    assert torch.__version__ in str(error.value)
-    for name in own:
-        with pytest.raises(GraftuneError, match=rf"torch \S+ has no {name.removeprefix('torch.')}, a private name"):
-            private.find(name)
-    with pytest.raises(GraftuneError, match=r"has no _gone\.function"):
-        private.find("torch._gone.function")
-    with pytest.raises(GraftuneError, match=r"no_such_project \(not installed\) has no thing"):
-        private.find("no_such_project.thing")
+@pytest.mark.parametrize("name", ["torch._gone.function", "torch.ops.aten._gone", "no_such_project.thing"])
+def test_a_missing_name_ends_in_a_sentence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(private.NAMES, name, "some versions")
+    with pytest.raises(GraftuneError, match=rf"{name}, a private name .*install .* some versions"):
+        private.find(name)
 
 
 def private_uses(source: str, own: set[str]) -> list[str]:

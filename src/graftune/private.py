@@ -9,7 +9,6 @@ checks that no other file reaches for a private name. Nothing but torch is impor
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from typing import Any
 
 import torch
@@ -58,15 +57,12 @@ NAMES = {
 
 def find(name: str) -> Any:
     """What a name of `NAMES` stands for."""
-    known = NAMES[name]
-    project = name.partition(".")[0]
     try:
         return _looked_up(name)
     except (AttributeError, ImportError):
-        version = torch.__version__ if project == "torch" else _version(project)
         raise GraftuneError(
-            f"{project} {version} has no {name.removeprefix(project + '.')}, a private name that graftune uses",
-            fix=f"install a version that has it: {known}",
+            f"{name}, a private name that graftune uses, is missing from what is installed",
+            fix=f"install a version that has it: {NAMES[name]}",
         ) from None
 
 
@@ -98,10 +94,3 @@ def _looked_up(name: str) -> Any:
             importlib.import_module(path)
         found = getattr(found, part)
     return found
-
-
-def _version(project: str) -> str:
-    try:
-        return importlib.metadata.version(project)
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"

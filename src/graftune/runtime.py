@@ -11,8 +11,6 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -138,16 +136,6 @@ def device_of(asked: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise GraftuneError(f"device {asked} does not exist", fix=f"there are {torch.cuda.device_count()} CUDA devices")
     return device
-
-
-@contextmanager
-def refusing(device: torch.device | str) -> Iterator[None]:
-    """Around what allocates there: of a device that is missing, torch says so in an assertion of its own."""
-    try:
-        yield
-    except (AssertionError, RuntimeError):
-        device_of(str(device))
-        raise
 
 
 def _absence(kind: str) -> str:

@@ -230,11 +230,11 @@ def test_a_captured_callable_is_captured_again_with_its_spans_and_only_then(monk
 
 
 def test_stamps_take_a_small_share_of_a_short_step() -> None:
-    assert profiler.turns_for(outside=24, inside=600, layers=32, plain_ms=400.0) == [StampTurn(0, 1)]
-    short = profiler.turns_for(outside=24, inside=320, layers=16, plain_ms=12.0)
-    stamps = 24 + (320 + 2 * 16) / len(short)
-    assert 1 < len(short) < 16 and stamps * profiler.STAMP_MS <= profiler.STAMPS_SHARE * 12.0
-    assert len(profiler.turns_for(outside=24, inside=320, layers=16, plain_ms=0.1)) == 16
+    assert profiler.turns_for(layers=32, plain_ms=400.0) == [StampTurn(0, 1)]
+    short = profiler.turns_for(layers=16, plain_ms=14.0)
+    stamps = profiler.OUTSIDE + (profiler.OF_A_LAYER + 2) * 16 / len(short)
+    assert 1 < len(short) < 16 and stamps * profiler.STAMP_MS <= profiler.STAMPS_SHARE * 14.0
+    assert len(profiler.turns_for(layers=16, plain_ms=0.1)) == 16
 
 
 def test_hotspots_percentiles_and_the_sentence() -> None:

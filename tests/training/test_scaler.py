@@ -154,10 +154,3 @@ def test_what_does_not_fit_is_refused_and_leaves_the_sums():
         free.accumulate("x", torch.ones(3))
     with pytest.raises(GraftuneError, match="y: no gradient"):
         free["y"]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_device_that_is_not_there():
-    for make in (lambda: LossScaler("cuda"), lambda: Accumulator({"a": (2,)}, device="cuda")):
-        with pytest.raises(GraftuneError, match="device cuda is not available here"):
-            make()

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from graftune.errors import GraftuneError
-from graftune.runtime import refusing
 
 
 class Accumulator:
@@ -24,8 +23,7 @@ class Accumulator:
         self.fixed = shapes is not None
         self.counts: Counter[str] = Counter()  # accumulations since the last reset
         place = self.device or torch.device("cpu")
-        with refusing(place):
-            self.sums = {name: torch.zeros(tuple(shape), device=place) for name, shape in (shapes or {}).items()}
+        self.sums = {name: torch.zeros(tuple(shape), device=place) for name, shape in (shapes or {}).items()}
 
     @property
     def count(self) -> int:

@@ -21,7 +21,6 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.kernels import grad_norm
 from graftune.kernels.grad_norm.reference import LEAST_SCALE, MOST_SCALE
-from graftune.runtime import refusing
 
 
 class LossScaler:
@@ -40,8 +39,7 @@ class LossScaler:
             raise GraftuneError(
                 f"a loss scale of {start:g} is out of range", fix=f"take one of {LEAST_SCALE:g} to {MOST_SCALE:g}"
             )
-        with refusing(device):
-            self.state = torch.tensor([start, 0.0], device=device)  # scale, good updates since it last changed
+        self.state = torch.tensor([start, 0.0], device=device)  # scale, good updates since it last changed
 
     @property
     def scale(self) -> torch.Tensor:

@@ -50,7 +50,11 @@ def known(parts: Parts, shape: Capacities | None) -> float | None:
     """Milliseconds of a micro-batch, if they were measured."""
     if shape is None or lacks(parts):
         return None
-    found = user_cache.recall(KIND).get(key_of(parts, shape))
+    return _stored(key_of(parts, shape))
+
+
+def _stored(key: str) -> float | None:
+    found = user_cache.recall(KIND).get(key)
     return float(found) if isinstance(found, int | float) and 0 < found < math.inf else None
 
 
@@ -76,10 +80,9 @@ def measured(key: str, work: Work, device: torch.device, console: Console) -> fl
     """Measured now, on a card that holds nothing else of ours, and kept. None where it does not fit."""
     from graftune.step import floor
 
-    found = user_cache.recall(KIND).get(key)
-    if isinstance(found, int | float) and found > 0:
+    if (found := _stored(key)) is not None:
         console.note("floor: as it was measured earlier for this card, model and shape")
-        return float(found)
+        return found
     try:
         with console.working("measuring the floor"):
             ms, note = floor.measured(work, device, say=console.note)

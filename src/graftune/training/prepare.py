@@ -141,8 +141,8 @@ def _planned(
         return config.replace(tokens_per_micro_batch=max(size, data.largest), recompute=recompute), None, None
 
     def make(config: Config, memory: int) -> Job:
-        job = run_job(config, base, data, resuming=resuming, memory=memory, ranks=ranks.size)
-        assert job is not None, "asked only for devices that are planned for"
+        runtime, card = runtime_for(config, memory)
+        job = run_job(config, base, runtime, card, memory, data, resuming=resuming, ranks=ranks.size)
         job.launched = launched
         return job
 
@@ -207,37 +207,31 @@ def job_of(config: Config, console: Console, memory: int = 0, model: CardModel |
     if not memory and model is None:
         memory = left_by_others(config, console)
     config, base, adapter = _opened(config)
-    if config.data.data:
-        data = _read(config, base, adapter, config.data.data, console)
-        job = run_job(config, base, data, memory=memory, model=model)
-    else:
-        runtime, card = runtime_for(config, memory, model)
-        longest = min(config.data.longest(), base.spec.max_positions)
-        asked = (longest,) * config.run.samples
-        planned = runtime.device.type in PLANNED_ON
-        job = training_job(config, base, runtime, card, memory, longest, None, asked=asked) if planned else None
-    if job is None:
+    runtime, card = runtime_for(config, memory, model)
+    if runtime.device.type not in PLANNED_ON:
         raise GraftuneError(
             f"memory is planned on CUDA and on CPUs, not on {config.base.device}", fix="set device to cuda or cpu"
         )
-    return job
+    if config.data.data:
+        data = _read(config, base, adapter, config.data.data, console)
+        return run_job(config, base, runtime, card, memory, data)
+    longest = min(config.data.longest(), base.spec.max_positions)
+    asked = (longest,) * config.run.samples
+    return training_job(config, base, runtime, card, memory, longest, None, asked=asked)
 
 
 def run_job(
     config: Config,
     base: Base,
+    runtime: Runtime,
+    card: Card | None,
+    memory: int,
     data: RunData,
     *,
     resuming: bool = False,
-    memory: int = 0,
-    model: CardModel | None = None,
     ranks: int = 0,
-) -> Job | None:
-    """The run as something to plan, in the shapes of its data; None on devices that are not planned for."""
-    runtime, card = runtime_for(config, memory, model)
-    check_recompute(config.train.recompute, runtime.device)
-    if runtime.device.type not in PLANNED_ON:
-        return None
+) -> Job:
+    """The run as something to plan, in the shapes of its data."""
     held_out, layout = data.validation.examples, choose(config.train).layout
     evaluated = functools.cache(lambda capacity: shape_of(held_out, capacity, layout(held_out)))
     return training_job(
@@ -307,6 +301,7 @@ def training_job(
 ) -> Job:
     """Training as something to plan: in the shapes of its data, or (None) in the largest that the settings allow.
     `longest`: tokens that a micro-batch has to hold at least. `more` are fields of the job."""
+    check_recompute(config.train.recompute, runtime.device)
     loss = loss or choose(config.train)
     layout = layout or loss.layout(() if training is None else training)
     shapes, tokens = any_data(longest), 0

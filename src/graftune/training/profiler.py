@@ -31,7 +31,7 @@ from graftune.data.pack import Capacities
 from graftune.io.files import write_file
 from graftune.observe.profile import Profile, read
 from graftune.session import Parts
-from graftune.spans import EVERY_LAYER, Clock, HostClock, StampTurn, Timeline
+from graftune.spans import EVERY_LAYER, Clock, StampTurn, Timeline
 from graftune.step.pipeline import Pipeline
 from graftune.training import floors
 from graftune.training.hooks import Hook, RunState
@@ -42,7 +42,7 @@ STAMPS_SHARE = 0.035  # of a step that stamps may take
 WARM = 3  # steps before anything is timed: kernels compile, graphs are captured, clocks settle
 WARM_RUN = 5  # the same, in a run
 EAGER = 3  # steps without graphs
-OUTSIDE, OF_A_LAYER = 24, 26  # stamps outside of layers and of one layer, about, where they were not counted
+OUTSIDE, OF_A_LAYER = 24, 26  # stamps outside of layers and of one layer, about
 BESIDE = {"evaluate": "evaluation", "checkpoint": "checkpoint"}  # work whose time a profile shows beside steps
 MOST = 20  # samples of each turn that a run keeps: a document is made of them while the run waits
 
@@ -113,36 +113,28 @@ def profiled(loop: Pipeline, send: Send, device: torch.device, steps: int) -> Pr
 
 
 def _turns(loop: Pipeline, send: Send, clock: Clock, profile: Profile) -> list[StampTurn]:
-    """One, unless its stamps would take too much of a captured step. Stamps are counted in an eager step, and eager
-    steps are timed to see what the graph saves."""
+    """One, unless its stamps would take too much of a captured step. Eager steps are timed to see what the graph
+    saves."""
     if not loop.graph:
         return [EVERY_LAYER]
     plain = statistics.median(_plain(send, clock) for _ in range(5))
-    counted = Timeline(HostClock())
-    layers = loop.layers
     try:
         with loop.uncaptured():
             send()
             for _ in range(EAGER):
                 profile.eager.append(_plain(send, clock))
-            with spans.recording(counted):
-                send()
-        clock.wait()
-        inside = [name for name, _ in counted.stamps if name is not None and name.layer is not None]
-        stamps = len(counted.stamps) - len(inside), len(inside) + 2 * len(counted.apart)
     except torch.OutOfMemoryError:  # the graph's own memory is not free for an eager step
         loop.discard()
         profile.eager.clear()
         profile.facts["eager_note"] = "without graphs a step was not timed: it does not fit beside their memory"
-        stamps = OUTSIDE, OF_A_LAYER * layers
-    return turns_for(*stamps, layers, plain)
+    return turns_for(loop.layers, plain)
 
 
-def turns_for(outside: int, inside: int, layers: int, plain_ms: float) -> list[StampTurn]:
-    """The fewest whose stamps take no more than their share; at most one a layer. `outside` and `inside`: stamps out of
-    layers, which every turn has, and of all layers together. A layer has two borders more, forward and backward."""
+def turns_for(layers: int, plain_ms: float) -> list[StampTurn]:
+    """The fewest whose stamps take no more than their share; at most one a layer. Every turn has the stamps outside of
+    layers. A layer has two borders more, forward and backward."""
     allowed = STAMPS_SHARE * plain_ms / STAMP_MS
-    counts = (n for n in range(1, layers + 1) if outside + (inside + 2 * layers * (n > 1)) / n <= allowed)
+    counts = (n for n in range(1, layers + 1) if OUTSIDE + (OF_A_LAYER + 2 * (n > 1)) * layers / n <= allowed)
     count = next(counts, layers)
     return [StampTurn(number, count) for number in range(count)]
 
@@ -251,7 +243,7 @@ class ProfiledSteps(Hook):
             return sorted({sample.turn for sample in self.profile.samples})
         self.recorder.clock.wait()  # this once: the step to come captures, and is no sample
         self._read_plain()
-        return turns_for(OUTSIDE, OF_A_LAYER * self.layers, self.layers, self.profile.plain[0])
+        return turns_for(self.layers, self.profile.plain[0])
 
     def _read_plain(self) -> None:
         if self.timed_plain is not None:

@@ -209,12 +209,9 @@ def joined(ranks: Ranks, console: Console) -> Iterator[Distributed]:
         yield Distributed(world, watch)
         watch.stop()
         world.leave()
-    except GraftuneError as error:
+    except (GraftuneError, OSError) as error:
         text = str(error)
         watch.fail(text if text.startswith("rank ") else name + text, MISTAKE)
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        watch.fail(f"{name}{where}{error.strerror or error}", MISTAKE)
     except torch.OutOfMemoryError as error:
         said = str(error).strip().partition(".")[0]
         watch.fail(f"{name}out of memory ({said}); make tokens_per_micro_batch smaller or set recompute", MISTAKE)
