@@ -60,7 +60,7 @@ def data(
     in_range("--show", show, at_least=0)
     console = Console(json=json)
     flags = positional(given(settings), data=[data, *more] if more else data)
-    whole = looked_at(loaded(config, flags, console), "data")
+    whole = looked_at(loaded(config, flags, console))
 
     from graftune.data.dataset import prepare
     from graftune.data.preview import preview, summary_json

@@ -56,7 +56,7 @@ def plan(
     whole = loaded(config, flags, console)
     if print_config:
         return show_config(whole, console)
-    whole = looked_at(whole, "plan")
+    whole = looked_at(whole)
     if re.fullmatch(r"\d{1,4}", memory):
         console.note(f"--memory {memory} is taken as {memory}GiB")
         memory += "GiB"

@@ -74,7 +74,7 @@ def profile(
     else:
         if folder is not None and (folder / "metrics.jsonl").is_file():
             raise GraftuneError("is a run folder without its config.yaml", where=target, fix="give a base and data")
-        whole = looked_at(loaded(config, positional(flags, base=target, data=data), console), "profile")
+        whole = looked_at(loaded(config, positional(flags, base=target, data=data), console))
     with console.working("starting PyTorch"):
         from graftune.training.profile import profile as profiled
 

@@ -89,17 +89,14 @@ def loaded(config: str, flags: dict[str, Any], console: Console) -> Config:
     return Config.load(config, flags, note=console.note) if config else Config.of(flags)
 
 
-def looked_at(whole: Config, command: str) -> Config:
+def looked_at(whole: Config) -> Config:
     """The settings with their paths and names checked, before torch is imported."""
     base, data = whole.base.base, whole.data
-    sources = [(flag("data"), source.path) for source in entries(data.data)]
-    sources += [(flag("eval_data"), source.path) for source in entries(data.eval_data)]
     recognise.check_adapter(whole.lora.adapter)
     if base or not whole.lora.adapter:  # an adapter names its base
-        scratch = whole.train.method == "scratch"
-        base = recognise.check_base(base, sources[0][1], scratch=scratch, command=command)
-    for shown, path in sources:
-        recognise.check_data(path, shown)
+        base = recognise.check_base(base, scratch=whole.train.method == "scratch")
+    for source in (*entries(data.data), *entries(data.eval_data)):
+        recognise.check_data(source.path)
     recognise.check_template(data.template)
     out = Path(whole.run.out).expanduser() if whole.run.out else None
     if out is not None and (files := [path for path in (out, *out.parents) if path.is_file()]):

@@ -72,7 +72,7 @@ def train(
         whole = loaded(config, flags, console)
         if print_config:
             return show_config(whole, console)
-        result = _engine(looked_at(whole, "train"), console, None, flags, watch)
+        result = _engine(looked_at(whole), console, None, flags, watch)
     if result.stopped == "interrupted":
         with suppress(OSError):  # the terminal may be gone
             _interrupted(result, console, resume)

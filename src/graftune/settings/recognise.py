@@ -34,7 +34,6 @@ MODEL_ENDINGS = (".gguf", ".safetensors", ".apr", *PICKLED)
 _HUB_URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(.+)")
 _OLLAMA = re.compile(r"[a-z0-9][\w.-]*:[\w.-]+")
 _CHECKPOINT = re.compile(r"step-\d+")
-_READ_AGAIN = "it is read more than once: write it to a file, and give that"
 AT = re.compile(r"@(best|last|step-\d+)$")
 
 
@@ -120,69 +119,37 @@ def _folder(path: Path) -> Found:
     return Found("folder", "holds no config.json")
 
 
-def check_base(name: str, data: str = "", *, scratch: bool = False, command: str = "train") -> str:
+# What each role takes. A file of no known kind is left to its reader.
+TAKEN = {
+    "base": ("gguf", "model", "file"),
+    "data": ("data", "folder", "file"),
+    "target": ("run", "adapter", "apr", "gguf", "model", "folder", "file"),
+    "adapter": ("run", "adapter", "apr", "gguf"),
+}
+_NOUNS = {"base": "a model", "data": "data", "target": "a run, an adapter or a model", "adapter": "an adapter"}
+_IN_ORDER = "give the base first and the data after it: graftune train BASE DATA, or --data DATA for the bundled base"
+_INSTEAD = {
+    "base": _IN_ORDER,
+    "data": _IN_ORDER,
+    "target": "give a run, an adapter, a .gguf file, a model folder or a Hub name",
+    "adapter": "give an adapter folder or the run that made it",
+}
+
+
+def check_base(name: str, *, scratch: bool = False) -> str:
     """The base to open, a Hub address as the Hub's name; GraftuneError says what it is instead and what to type."""
     if not name:
         default_base()
         return name
     name = _off_the_hub(name)
-    found = kind_of(name)
-    if found.kind == "missing":
-        _check_absent(name, "give a .gguf file, a model folder or a Hub name")
-        return name
-    if found.kind == "data" and not (scratch and name.endswith(".json")):
-        if data and kind_of(data).kind in ("gguf", "model"):
-            raise _error(name, f"{found.what}, and {data} a model", f"swap them: graftune {command} {data} {name}")
-        fix = f"type graftune {command} BASE {name}, or for the bundled base graftune {command} --data {name}"
-        if command == "data":
-            fix = f"type graftune data {name} --base BASE"
-        raise _error(name, f"{found.what}, not a model", fix)
-    run = f"graftune train --resume {name} continues it; --adapter {name} starts a new run from its adapter"
-    if (Path(name).expanduser() / "model").is_dir():
-        run = f"graftune train --resume {name} continues it; give {Path(name) / 'model'} to start from what it trained"
-    fixes = {
-        "unread": _converted(name),
-        "special": _READ_AGAIN,
-        "run": run,
-        "adapter": f"give {_base_of(name)} as BASE and --adapter {name} to go on from it",
-        "checkpoint": f"graftune train --resume {_run_of(name)} continues that run",
-        "apr": "give its base as BASE",
-        "yaml": f"settings are given with -c: graftune {command} -c {name}",
-        "safetensors": f"give its folder: {Path(name).parent}",
-        "pickle": "load it with transformers and save it with save_pretrained, which writes safetensors",
-        "lfs": "fetch it with `git lfs pull`, or download the model again",
-        "ggufs": "give one of them",
-        "folder": "give a Hugging Face model folder, a .gguf file or a Hub name",
-    }
-    if found.kind in fixes:
-        raise _error(name, found.what, fixes[found.kind])
+    _check(name, "base", ("data",) if scratch and name.endswith(".json") else ())
     return name
 
 
-def check_data(name: str, shown: str = "DATA") -> None:
+def check_data(name: str) -> None:
     """One source of data: a path or a name. What may be a glob or a data set on the Hub is left to its reader."""
-    if not name or any(letter in name for letter in "*?["):
-        return
-    found = kind_of(name)
-    if found.kind == "missing":
-        if name.lower().endswith((*DATA_ENDINGS, *UNREAD, *PACKED, *MODEL_ENDINGS)) or _is_path(name):
-            raise _error(name, "no such file or folder", _siblings(name) or f"check the path given as {shown}")
-        return
-    fixes = {
-        "special": _READ_AGAIN,
-        "unread": _converted(name),
-        "gguf": "give the base first and the data after it: graftune train BASE DATA",
-        "model": "give the base first and the data after it: graftune train BASE DATA",
-        "safetensors": "give the base first and the data after it: graftune train BASE DATA",
-        "run": "a run is continued with graftune train --resume, and tried with graftune chat",
-        "adapter": "an adapter is given with --adapter",
-        "yaml": f"settings are given with -c {name}",
-        "lfs": "fetch it with `git lfs pull`, or download the data again",
-        "pickle": "convert it to .jsonl, .csv or .parquet",
-    }
-    if found.kind in fixes:
-        plain = found.kind in ("lfs", "unread", "special")
-        raise _error(name, found.what if plain else f"{found.what}, not data", fixes[found.kind])
+    if name and not any(letter in name for letter in "*?["):
+        _check(name, "data")
 
 
 def check_target(name: str) -> str:
@@ -191,37 +158,53 @@ def check_target(name: str) -> str:
         default_base()
         return name
     name = _off_the_hub(name)
-    bare = AT.sub("", name)
-    found = kind_of(bare)
-    if found.kind == "missing":
-        _check_absent(bare, "give a run, an adapter, a .gguf file, a model folder or a Hub name")
-        return name
-    fixes = {
-        "special": _READ_AGAIN,
-        "data": "give the run or the model first",
-        "unread": "give the run or the model first",
-        "yaml": "give the run folder it lies in",
-        "safetensors": f"give its folder: {Path(bare).parent}",
-        "pickle": "load it with transformers and save it with save_pretrained, which writes safetensors",
-        "lfs": "fetch it with `git lfs pull`, or download it again",
-        "ggufs": "give one of them",
-        "checkpoint": f"give it as {_run_of(bare)}@{Path(bare).name}",
-    }
-    if found.kind in fixes:
-        raise _error(bare, found.what, fixes[found.kind])
+    _check(AT.sub("", name), "target")
     return name
 
 
 def check_adapter(name: str) -> None:
-    if not name:
-        return
     if name in ("lora", "qlora"):
         raise _error(f"adapter {name}", "is not a folder", "LoRA is what train does; for QLoRA set base_dtype to nf4")
-    found = kind_of(AT.sub("", name))
+    if name:
+        _check(AT.sub("", name), "adapter")
+
+
+def _check(name: str, role: str, also: tuple[str, ...] = ()) -> None:
+    """Refuse what lies at a path unless its kind is taken in this role, or is in `also`."""
+    found = kind_of(name)
     if found.kind == "missing":
-        raise _error(name, "no such adapter", _siblings(name) or "give an adapter folder or the run that made it")
-    if found.kind not in ("run", "adapter", "apr", "gguf"):
-        raise _error(name, f"{found.what}, not an adapter", "give an adapter folder or the run that made it")
+        _check_absent(name, role)
+    elif found.kind not in (*TAKEN[role], *also):
+        fix = _fix(name, found.kind)
+        wrong_place = fix is None or role == "adapter" or found.kind in ("run", "adapter", "yaml")
+        what = f"{found.what}, not {_NOUNS[role]}" if wrong_place else found.what
+        raise _error(name, what, fix or _INSTEAD[role])
+
+
+def _fix(name: str, kind: str) -> str | None:
+    """What to do with a path of this kind; None for a model or data, which only is in the wrong place."""
+    path = Path(name).expanduser()
+    if kind == "unread":
+        return UNREAD[_unread([ending.lower() for ending in path.suffixes[-2:]])]
+    run, again = f"graftune train --resume {name} continues it; ", f"--adapter {name} starts a new run from its adapter"
+    if (path / "model").is_dir():
+        again = f"give {Path(name) / 'model'} to start from what it trained"
+    of_checkpoint = _run_of(name)
+    fixes = {
+        "special": "it is read more than once: write it to a file, and give that",
+        "run": run + again,
+        "adapter": f"give {_base_of(name)} as BASE and --adapter {name} to go on from it",
+        "checkpoint": f"graftune train --resume {of_checkpoint} continues its run; other commands take it as "
+        f"{of_checkpoint}@{path.name}",
+        "apr": f"give its base as BASE and --adapter {name} to go on from it",
+        "yaml": f"settings are given with -c {name}",
+        "safetensors": f"give its folder: {Path(name).parent}",
+        "pickle": "load it with transformers and save it with save_pretrained, which writes safetensors",
+        "lfs": "fetch it with `git lfs pull`, or download it again",
+        "ggufs": "give one of them",
+        "folder": "give a Hugging Face model folder, a .gguf file or a Hub name",
+    }
+    return fixes.get(kind)
 
 
 def check_template(name: str) -> None:
@@ -249,13 +232,15 @@ def _off_the_hub(name: str) -> str:
     return "/".join(parts[:2])
 
 
-def _check_absent(name: str, fix: str) -> None:
+def _check_absent(name: str, role: str) -> None:
     """Something that does not exist here is a name on the Hub, or a path with a mistake in it."""
-    if _is_path(name) or name.lower().endswith((*DATA_ENDINGS, *UNREAD, *MODEL_ENDINGS, ".yaml", ".yml")):
+    endings = (*DATA_ENDINGS, *UNREAD, *MODEL_ENDINGS, *PACKED, ".yaml", ".yml")
+    if role == "adapter" or _is_path(name) or name.lower().endswith(endings):
         if re.fullmatch(r"[\w.-]+/[\w.-]+/.+\.gguf", name) and not Path(name.split("/")[0]).is_dir():
             return  # a GGUF file in a repository of the Hub
-        raise _error(name, "no such file or folder", _siblings(name) or fix)
-    if _OLLAMA.fullmatch(name):
+        what = "no such adapter" if role == "adapter" else "no such file or folder"
+        raise _error(name, what, _siblings(name) or "check the path")
+    if role != "data" and _OLLAMA.fullmatch(name):
         raise _error(
             name,
             "looks like an Ollama name",
@@ -289,11 +274,6 @@ def _siblings(name: str) -> str | None:
         more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
         return f"{path.parent} holds {', '.join(shown[-5:])}{more}"
     return None
-
-
-def _converted(name: str) -> str:
-    """How a file that no reader is for becomes one that is read."""
-    return UNREAD.get(_unread([ending.lower() for ending in Path(name).suffixes[-2:]]), "")
 
 
 def _base_of(name: str) -> str:
