@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import signal
 import subprocess
 import sys
 import warnings
@@ -160,17 +159,12 @@ def test_exit_code_and_stderr_of_a_process(command: str, codes: tuple[int, ...],
     assert "--rnak" not in command or done.stdout == ""
 
 
-def test_an_interrupt_while_modules_are_imported_ends_the_process_quietly() -> None:
-    """Ctrl-C within the first tenths of a second has no traceback: the signal's own action is in force."""
-    from graftune.cli import _interruptible
+def test_an_interrupt_while_modules_are_imported_ends_the_process_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*how: object) -> None:
+        raise KeyboardInterrupt
 
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with _interruptible():
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    code = "import sys; import graftune.cli; print('cyclopts' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "False\n", "the command line is imported under that protection only"
+    monkeypatch.setattr("builtins.__import__", interrupted)
+    assert main(["train"]) == 130
 
 
 def test_an_error_with_json_is_an_object_on_stdout_too(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,11 +9,11 @@ model.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import select
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,41 +55,52 @@ class Talk:
         self._first = 0  # exchange that still fits the context
         self._retries = 0
         self._asked, self._answers = "", dict[str, str]()  # the exchange under way
-        self._replaced: Exchange | None = None  # replaced by the exchange under way
 
     def answer(self, text: str) -> None:
-        """AnswerRow one message: streamed, side by side, or as JSON."""
+        """Answer one message: streamed, side by side, or as JSON."""
         console = self._console
         self._asked, self._answers = text, {}
         self._drop_oldest(text)
         if len(self._sides) == 2:
             for side in self._sides:
                 with console.working(f"asking the {'base' if side == 'base' else 'tuned model'}"):
-                    self._ask(side, text)
+                    self._generate(side, text)
             console.result({"prompt": text, "answer": self._answers["tuned"], "base_answer": self._answers["base"]})
             if not console.json:
                 console.side_by_side("", [AnswerRow(text, self._answers["base"], self._answers["tuned"])])
         elif console.json:
-            self._ask("tuned", text)
+            self._generate("tuned", text)
             console.result({"prompt": text, "answer": self._answers["tuned"]})
         else:
-            self._ask("tuned", text, console.stream)
+            self._generate("tuned", text, console.stream)
             console.line()
         self._keep()
 
-    def stopped(self) -> None:
-        """Ctrl-C during an answer: the part that was shown is kept, if every model had begun."""
+    def ask(self, text: str) -> bool:
+        """Answer a message that was typed, and return whether it is part of the conversation now. Ctrl-C stops the
+        answer, and a message that is refused is a warning."""
+        try:
+            self.answer(text)
+            return True
+        except KeyboardInterrupt:
+            return self._stopped()
+        except GraftuneError as error:
+            self._console.warn(str(error))
+            return False
+
+    def _stopped(self) -> bool:
+        """The part of an answer that was shown is kept, if every model had begun."""
         console = self._console
         if not console.json:
             console.line()
         if any(not self._answers.get(side, "").strip() for side in self._sides):
             console.note("stopped before the answer began; the conversation is unchanged")
-            self._restore()
-            return
+            return False
         if len(self._sides) == 2 and not console.json:
             console.side_by_side("", [AnswerRow(self._asked, self._answers["base"], self._answers["tuned"])])
         self._keep()
         console.note("stopped; /undo takes the message back, /retry asks it again")
+        return True
 
     def undo(self) -> str | None:
         """Take the last exchange back; its message, or None if there is none."""
@@ -105,13 +116,10 @@ class Talk:
         if not self._sampling["temperature"]:
             self._console.note("at temperature 0 an answer is always the same; begin with --temperature 0.8 to vary it")
         self._retries += 1
-        self._replaced = self.exchanges[-1]
+        last = self.exchanges[-1]
         self.undo()
-        try:
-            self.answer(self._replaced.asked)
-        except GraftuneError:
-            self._restore()
-            raise
+        if not self.ask(last.asked):
+            self.exchanges.append(last)
 
     def save(self, file: str) -> None:
         if not file or not self.exchanges:
@@ -133,7 +141,7 @@ class Talk:
             "the system message is set, from the next answer on" if text else "no system message any more"
         )
 
-    def _ask(self, side: str, text: str, show: Callable[[str], None] = lambda piece: None) -> None:
+    def _generate(self, side: str, text: str, show: Callable[[str], None] = lambda piece: None) -> None:
         """Adds each piece to `_answers`, so that a stopped answer is known."""
 
         def on_text(piece: str) -> None:
@@ -144,13 +152,7 @@ class Talk:
         sampling = self._sampling | {"seed": self._sampling["seed"] + self._retries}
         self._answers[side] = self._run.chat(messages, adapted=side == "tuned", on_text=on_text, **sampling)
 
-    def _restore(self) -> None:
-        if self._replaced is not None:
-            self.exchanges.append(self._replaced)
-            self._replaced = None
-
     def _keep(self) -> None:
-        self._replaced = None
         self.exchanges.append(Exchange(self._asked, self._answers["tuned"], self._answers.get("base")))
 
     def _messages(self, side: str, first: int) -> list[Message]:
@@ -179,7 +181,8 @@ class Talk:
 
 def converse(talk: Talk, console: Console) -> int:
     """The loop on a terminal. Ctrl-D and /quit end it with 0, Ctrl-C twice at the prompt with 130."""
-    _edited_lines()
+    with suppress(ImportError):  # line editing and history for input(), where Python was built with it
+        importlib.import_module("readline")
     console.note('/help lists the commands, """ begins a message of several lines, Ctrl-D leaves')
     leaving = False
     while True:
@@ -196,15 +199,10 @@ def converse(talk: Talk, console: Console) -> int:
             console.note("Ctrl-C once more, /quit or Ctrl-D leaves")
             continue
         leaving = False
-        try:
-            if text in ("/quit", "/exit"):
-                return 0
-            if not _command(talk, console, text) and text:
-                talk.answer(text)
-        except KeyboardInterrupt:
-            talk.stopped()
-        except GraftuneError as error:  # the conversation goes on
-            console.warn(str(error))
+        if text in ("/quit", "/exit"):
+            return 0
+        if not _command(talk, console, text) and text:
+            talk.ask(text)
 
 
 def _command(talk: Talk, console: Console, text: str) -> bool:
@@ -264,11 +262,3 @@ def _more_waits() -> bool:
         return bool(select.select([sys.stdin], [], [], 0.02)[0])
     except (OSError, ValueError):  # no file behind it, or a system whose select takes sockets only
         return False
-
-
-def _edited_lines() -> None:
-    """Line editing and history for input(), where Python was built with it, and pastes that arrive in one piece."""
-    if importlib.util.find_spec("readline"):
-        readline = importlib.import_module("readline")
-        if "libedit" not in (readline.__doc__ or ""):
-            readline.parse_and_bind("set enable-bracketed-paste on")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ import time
 from typing import Any
 
 from graftune.cli.watch import PORT
+from graftune.errors import GraftuneError
 from graftune.observe.console import Console
 
 STAYS = 60.0  # seconds after the training was killed
@@ -31,7 +31,7 @@ class TrainingPage:
 
     def __call__(self, event: dict[str, Any]) -> None:
         if self.process is None:
-            command = [sys.executable, "-m", "graftune.cli.train_page", self._folder, str(_free(PORT))]
+            command = [sys.executable, "-m", "graftune.cli.train_page", self._folder, str(PORT)]
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True
             )
@@ -49,23 +49,8 @@ class TrainingPage:
 
     def close(self) -> None:
         if self.process is not None:
-            self.process.terminate()
-            try:
-                self.process.wait(5)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-
-
-def _free(port: int) -> int:
-    """That port, or 0 for any if it is taken."""
-    with socket.socket() as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            tried.bind(("127.0.0.1", port))
-        except OSError:
-            return 0
-    return port
+            self.process.kill()  # it has nothing to save
+            self.process.wait()
 
 
 def main(folder: str, port: str) -> int:
@@ -74,7 +59,10 @@ def main(folder: str, port: str) -> int:
     from graftune.dashboard.serving import Page, token_for
 
     token = token_for("127.0.0.1", False, lambda: True)
-    page = Page(open_runs(folder), host="127.0.0.1", port=int(port), token=token)
+    try:
+        page = Page(open_runs(folder), host="127.0.0.1", port=int(port), token=token)
+    except GraftuneError:  # the port is taken
+        page = Page(open_runs(folder), host="127.0.0.1", port=0, token=token)
     print(page.address, flush=True)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     page.run()

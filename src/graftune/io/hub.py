@@ -87,19 +87,13 @@ def _lines(name: str) -> Any:
             super().__init__(*values, **{**settings, "disable": False, "file": io.StringIO()})
 
         def update(self, n: float | None = 1) -> bool | None:
-            shown: bool | None = super().update(n)  # it displays now and then, and not at all what is quick
-            self._note()
-            return shown
-
-        def display(self, msg: str | None = None, pos: int | None = None) -> None:
-            self._note()
-            if self.unit == "B" and time.monotonic() - ProgressLines.shown > LINE_EVERY:
-                ProgressLines.shown = time.monotonic()
-                sys.stderr.write(f"{name}: {_megabytes(ProgressLines.received)} downloaded\n")
-
-        def _note(self) -> None:
             if self.unit == "B":
-                ProgressLines.received = max(ProgressLines.received, int(self.n))
+                ProgressLines.received = max(ProgressLines.received, int(self.n + (n or 0)))
+                if time.monotonic() - ProgressLines.shown > LINE_EVERY:
+                    ProgressLines.shown = time.monotonic()
+                    sys.stderr.write(f"{name}: {_megabytes(ProgressLines.received)} downloaded\n")
+            shown: bool | None = super().update(n)
+            return shown
 
         def close(self) -> None:
             if not self.disable and self.unit != "B" and ProgressLines.received:

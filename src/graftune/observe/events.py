@@ -23,10 +23,9 @@ import dataclasses
 import json
 import math
 import os
-import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import date
 from io import FileIO
@@ -94,19 +93,14 @@ class EventLog:
         self.close()
 
 
-def read_events(path: str | Path, keys: Sequence[str] = (), kinds: Sequence[str] = ()) -> list[Event]:
-    """All events of a file. An unfinished last line is left out; any other bad line is an error. `keys`: the fields to
-    keep, to save memory (empty: all). `kinds`: the events to look for, to save time (empty: all); other lines are not
-    decoded."""
-    named = re.compile(b"|".join(b'"%b"' % re.escape(kind.encode()) for kind in kinds))
+def read_events(path: str | Path) -> list[Event]:
+    """All events of a file. An unfinished last line is left out; any other bad line is an error."""
     events: list[Event] = []
     with no_collections(), open_plain(path) as file:
         if os.fstat(file.fileno()).st_size > LARGEST:
             raise GraftuneError(f"is larger than {LARGEST >> 30} GiB", where=str(path), fix="restore the file")
         odd = 0  # the first line that is not an event: a crash may leave a line of zeros at the end
         for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
-            if not named.search(line):
-                continue
             if (odd and line.endswith(b"\n")) or len(line) > LONGEST:
                 where = f"{path}, line {odd or number}"
                 raise GraftuneError("is not an event", where=where, fix="remove the line, or restore the file")
@@ -114,7 +108,7 @@ def read_events(path: str | Path, keys: Sequence[str] = (), kinds: Sequence[str]
             if event is None:
                 odd = odd or number
             else:
-                events.append({key: event[key] for key in keys if key in event} if keys else event)
+                events.append(event)
     return events
 
 

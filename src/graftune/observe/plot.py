@@ -30,7 +30,7 @@ EVERY = 60.0  # seconds between two plots
 
 def loss_plot(folder: Path) -> None:
     """Plot a run from its log to its loss.png, which is replaced by rename. Without steps: empty axes."""
-    events = read_events(folder / "metrics.jsonl", ("event", "step", "loss", "lr"))
+    events = read_events(folder / "metrics.jsonl")
     figure = _figure(steps(events), evals(events), folder.resolve().name)
     with new_file(folder / "loss.png", unique=True) as aside:
         figure.savefig(aside, format="png", dpi=150)

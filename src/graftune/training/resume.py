@@ -119,7 +119,7 @@ def finished(folder: Path, before: Config, now: Config) -> Event | None:
     if changed or not product.is_dir() or not log.exists():
         return None
     kinds = ("run_start", "resume", "run_end")
-    lives = [e for e in read_events(log, kinds=kinds) if e["event"] in kinds]
+    lives = [e for e in read_events(log) if e["event"] in kinds]
     ended = bool(lives) and lives[-1]["event"] == "run_end" and lives[-1].get("stopped") in ("finished", "early stop")
     return lives[-1] if ended else None
 
@@ -158,7 +158,7 @@ def find_checkpoint(
     refused here, before anything is written to its log."""
     found, log = checkpoint.newest_whole(folder / "checkpoints", identity, epoch_steps, warn), folder / "metrics.jsonl"
     if found is None and log.exists():
-        starts = [event for event in read_events(log, kinds=["run_start"]) if event["event"] == "run_start"]
+        starts = [event for event in read_events(log) if event["event"] == "run_start"]
         if starts:
             checkpoint.check_identity(identity, starts[-1], folder)
     return found
