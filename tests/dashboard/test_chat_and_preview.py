@@ -247,7 +247,7 @@ def test_a_preview_is_small(run: Path, tiny_folder: Any, tmp_path: Path, monkeyp
     said = []
     run: Any = SimpleNamespace(
         folder=tmp_path / "no" / "folder", ranks=SimpleNamespace(leads=True),
-        session=SimpleNamespace(tokenizer=tokenizer), report=SimpleNamespace(warn=said.append),
+        parts=SimpleNamespace(tokenizer=tokenizer), report=SimpleNamespace(warn=said.append),
     )  # fmt: skip
     hook = preview_module.Preview([example])
     hook.start(run)

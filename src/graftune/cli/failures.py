@@ -1,8 +1,7 @@
 """Turns every mistake of a user into one sentence.
 
 `sentence(error)` returns the sentence for an error that a user can fix, and None for any other: an unknown exception is
-a bug of ours and keeps its traceback. cyclopts words its errors in several sentences and a panel, so only the fields of
-its exceptions are used here.
+a bug of ours and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -10,23 +9,13 @@ from __future__ import annotations
 import errno
 import os
 import sys
-import typing
-from typing import Any, Literal
+from typing import Any
 
-from cyclopts.exceptions import (
-    CoercionError,
-    CycloptsError,
-    MissingArgumentError,
-    RepeatArgumentError,
-    UnknownCommandError,
-    UnknownOptionError,
-    UnusedCliTokensError,
-)
+from cyclopts.exceptions import CycloptsError, UnknownOptionError
 
 from graftune.errors import GraftuneError, one_line
 from graftune.settings import other_tools
 
-_TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _DISK = {
     errno.ENOSPC: ("no space left", "free some, or give another folder with --out"),
     errno.EDQUOT: ("the disk quota is used up", "free some, or give another folder with --out"),
@@ -87,62 +76,19 @@ def _out_of_memory(error: BaseException) -> bool:
 
 
 def _usage(error: CycloptsError) -> str:
+    """cyclopts' own sentence, unless the option is another tool's."""
     command = " ".join(["graftune", *(error.command_chain or [])])
-    helped = f"see {command} --help"
-    if isinstance(error, UnknownCommandError):
-        typed = (error.unused_tokens or ["?"])[0]
-        kind = "option" if typed.startswith("-") else "command"
-        return f"unknown {kind} {typed!r}; {_near(typed, _commands(error)) or helped}"
     if isinstance(error, UnknownOptionError):
         typed = (error.token.keyword or error.token.value).split("=", 1)[0]
-        known = [name for argument in error.argument_collection for name in argument.names if name[0] == "-"]
-        return f"unknown option {typed!r}; {_meant(typed, known) or helped}"
-    if isinstance(error, MissingArgumentError):
-        assert error.argument is not None
-        name = error.keyword or error.argument.name
-        if name.startswith("-"):
-            return f"{name} needs a value; {helped}"
-        return f"{name} is missing; {helped}"
-    if isinstance(error, CoercionError):
-        return _wrong_type(error, helped)
-    if isinstance(error, RepeatArgumentError):
-        return f"{error.token.keyword} is given twice; give it once"
-    if isinstance(error, UnusedCliTokensError):
-        return f"{(error.unused_tokens or ['?'])[0]!r} is one argument too many; {helped}"
-    return f"{error}; {helped}"
+        known = [name for argument in error.argument_collection for name in argument.names]
+        if instead := _instead(typed, known):
+            return f"unknown option {typed}; {instead}"
+    return f"{error} (see {command} --help)"
 
 
-def _wrong_type(error: CoercionError, helped: str) -> str:
-    argument, token = error.argument, error.token
-    if token is None and argument is not None and argument.tokens:
-        token = argument.tokens[0]  # an error of a converter has no token
-    if token is None or argument is None:
-        return f"{error}; {helped}"
-    return f"{token.keyword or argument.name} is {token.value!r}; it must be {_expected(argument.hint)}"
-
-
-def _expected(hint: Any) -> str:
-    """The type in words. None in `int | None` means "not given" and is left out."""
-    if typing.get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(hint)))
-    inner = [kind for kind in typing.get_args(hint) if kind is not type(None)]
-    if inner and typing.get_origin(hint) is not tuple:
-        return _expected(inner[0])
-    return _TYPES.get(hint, "a list of names")
-
-
-def _meant(typed: str, known: list[str]) -> str | None:
-    """The name of another tool's option here, if this command has it; otherwise a similar option of ours."""
+def _instead(typed: str, known: list[str]) -> str | None:
+    """What to use instead of another tool's option."""
     ours = other_tools.same(typed)
     if ours and "--" + ours.replace("_", "-") not in known:
         return f"that is --{ours.replace('_', '-')} of graftune train"
-    return other_tools.answer(typed, flags=True) or _near(typed, known)
-
-
-def _near(typed: str, known: list[str]) -> str | None:
-    near = other_tools.near(typed, known)
-    return f"did you mean {near}?" if near else None
-
-
-def _commands(error: CycloptsError) -> list[str]:
-    return [name for name in error.app if not name.startswith("-")] if error.app is not None else []
+    return other_tools.answer(typed, flags=True)

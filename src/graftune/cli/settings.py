@@ -9,6 +9,7 @@ here is a new flag, with the field's own help, default and range.
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -149,7 +150,9 @@ def in_range(
 
 def whole_number(_type: Any, tokens: Sequence[Token]) -> int:
     """Refuses 1.5, which cyclopts would round to 2."""
-    return int(tokens[0].value.replace("_", "x"))
+    if not re.fullmatch(r"[+-]?\d+", tokens[0].value):
+        raise ValueError(f'"{tokens[0].value}" is not a whole number')
+    return int(tokens[0].value)
 
 
 Count = Annotated[int, Parameter(converter=whole_number)]

@@ -31,35 +31,28 @@ class Previews:
         """A page of the examples that contain `search`, or of all if it is empty; None if the run has no preview."""
         size = max(1, min(size, MOST_ON_A_PAGE))
         content = await asyncio.to_thread(read_bytes, run.folder / PREVIEW, LARGEST)
-        lines = [] if content is None else content.split(b"\n")[:-1]
-        total, key = _examples(run), _cache_key(run)
-        if (total is not None and len(lines) < total) or (content is None and key):
-            behind = search or (page + 1) * size > len(lines)
-            if behind and key:
-                return await self._cached(run, key, page, size, search, lines)
-            if key:
-                return _page(lines, page, size, search, total=total, note=_note(len(lines), total, here=True))
-        if content is None:
+        key, total = _cache_key(run), _examples(run)
+        if content is None and not key:
             return None
-        return await asyncio.to_thread(_page, lines, page, size, search, note=_note(len(lines), total, here=False))
+        lines = [] if content is None else content.split(b"\n")[:-1]
+        complete = content is not None and (total is None or len(lines) >= total)
+        failed = ""
+        if key and not complete and (search or (page + 1) * size > len(lines)):
+            opened = {"run": str(run.folder), "encoded": key}
+            answers = self.worker.ask(opened, {"page": page, "size": size, "search": search})
+            answer = [document async for document in answers][-1]
+            if "error" not in answer:
+                return {"page": page, "source": "cache", "note": _searched(answer), **answer}
+            failed, key = f"The token cache cannot be shown: {answer['error']}. ", ""
+        note = failed + _note(len(lines), total, here=bool(key))
+        count = total if key and not complete else None
+        return await asyncio.to_thread(_page, lines, page, size, search, total=count, note=note)
 
-    async def _cached(
-        self, run: WatchedRun, key: str, page: int, size: int, search: str, lines: list[bytes]
-    ) -> Document:
-        opened = {"run": str(run.folder), "encoded": key}
-        answers = self.worker.ask(opened, {"page": page, "size": size, "search": search})
-        found = [document async for document in answers]
-        if not found or "error" in found[-1]:
-            why = found[-1]["error"] if found else "the process that reads it has ended"
-            note = f"The token cache cannot be shown: {why}. {_note(len(lines), _examples(run), here=False)}"
-            return await asyncio.to_thread(_page, lines, page, size, search, note=note)
-        answer = found[0]
-        note = "All examples come from the token cache on this machine."
-        if answer["searched"] < answer["of"]:
-            note = f"Only the first {answer['searched']} of {answer['of']} examples were searched: it took too long."
-        return {
-            "total": answer["total"], "page": page, "source": "cache", "note": note, "examples": answer["examples"],
-        }  # fmt: skip
+
+def _searched(answer: Document) -> str:
+    if answer["searched"] < answer["of"]:
+        return f"Only the first {answer['searched']} of {answer['of']} examples were searched: it took too long."
+    return "All examples come from the token cache on this machine."
 
 
 def _page(

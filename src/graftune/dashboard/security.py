@@ -4,7 +4,7 @@ Every page that is open in the same browser can reach a page on 127.0.0.1. So th
 server's (a foreign name that resolves to this address is a DNS rebinding attack), Origin and Sec-Fetch-Site must be
 this page's own, and the page may not be framed or run a script that is not one of its files. Outside of loopback every
 request needs the token as well. It is compared in constant time, never logged, and a redirect moves it from the address
-into a cookie. A local client that only wants to use up connections is left to uvicorn's limits (serving.py).
+into a cookie. A client that holds all connections open can keep the page from answering (SECURITY.md).
 """
 
 from __future__ import annotations

@@ -1,22 +1,17 @@
 """The few facts of a run that the list of runs shows, read from its log without decoding most of it.
 
-Only lines of the kinds that matter are decoded, and of consecutive steps only the last, so a thousand logs are read in
-a second. Events after the step of a resume are dropped, as observe/events.py `latest` does.
+Of consecutive steps only the last is decoded, so a thousand logs are read in a second. Events after the step of a
+resume are dropped, as observe/events.py `latest` does.
 """
 
 from __future__ import annotations
 
-import re
 from operator import itemgetter
 
 from graftune.dashboard.line_reader import LineReader, events_of
 from graftune.observe.events import Event, number, step_of, whole
 
 STEP = b'{"event": "step", '  # how EventLog begins a step
-KINDS = re.compile(
-    rb'"event"\s*:\s*"'
-    rb'(?:run_start|step|eval|resume|extend|phase|sample|memory|warning|profile|checkpoint|run_end)"'
-)
 FIELDS = ("event", "time", "step", "loss", "tok_s", "examples", "encoded", "stopped", "signal")  # that are shown
 MOST_EVALS = 5000  # losses that are kept, the lowest
 
@@ -45,15 +40,13 @@ class RunSummary(LineReader):
         for line in piece[:-1].split(b"\n"):
             if line.startswith(STEP):
                 pending = line
-            elif KINDS.search(line):
-                wanted += [pending, line] if pending else [line]
+            else:
+                wanted += [pending, line]
                 pending = b""
-        if pending:
-            wanted.append(pending)
-        if wanted:
-            for event in events_of(b"\n".join(wanted) + b"\n"):
-                if event is not None:
-                    self._add(event)
+        wanted = [line for line in [*wanted, pending] if line]
+        for event in events_of(b"".join(line + b"\n" for line in wanted)):
+            if event is not None:
+                self._add(event)
 
     def _add(self, event: Event) -> None:
         kind, step, time = event["event"], step_of(event), number(event.get("time"))
