@@ -56,9 +56,6 @@ class _Texts(Sequence[Any]):
             return text
         return json.loads(text) if text else []
 
-    def __iter__(self) -> Iterator[Any]:
-        return (self[i] for i in range(len(self)))
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
 

@@ -193,9 +193,6 @@ class Examples(Sequence[Example]):
             bool(store.arrays["shortened"][i]),
         )
 
-    def __iter__(self) -> Iterator[Example]:
-        return (self[i] for i in range(len(self)))
-
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Examples):
             same = np.array_equal(self.digests, other.digests)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from graftune.data import hub
 from graftune.data.row import SourceFile
-from graftune.data.splits import has_words, is_data, listed, of_split
+from graftune.data.splits import is_data, listed, of_split, of_subset
 from graftune.data.streams import FORMATS, format_of
 from graftune.errors import GraftuneError
 from graftune.io.files import open_plain
@@ -88,11 +88,7 @@ def _in_folder(folder: Path, source: Source, note: Note) -> list[Path]:
             )  # fmt: skip
         raise GraftuneError("is a folder without data files", where=where, fix=f"data files are {_KNOWN}")
     if source.subset:
-        data = [
-            name for name in data if Path(name).parts[0] == source.subset or has_words(Path(name).stem, source.subset)
-        ]
-        if not data:
-            raise GraftuneError(f"has no subset {source.subset!r}", where=where, fix="check the folder's names")
+        data = of_subset(data, source.subset, where)
     chosen = of_split(data, source.split, where)
     others = [name for name in data if name not in chosen]
     if others:

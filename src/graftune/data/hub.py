@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from graftune.data.splits import is_data, listed, of_split, split_of
+from graftune.data.splits import Splits, files_of_split, is_data, listed, of_split, of_subset, split_of
 from graftune.data.streams import FORMATS, format_of
 from graftune.errors import GraftuneError
 from graftune.io.hub import download, unreachable
@@ -23,7 +23,6 @@ from graftune.settings.sources import Source
 
 CONVERTED = "refs/convert/parquet"
 LONGEST_README, MOST_OF_README = 1 << 20, 50_000  # characters, and values in its header
-Splits = dict[str, list[str]]
 _ADDRESS = re.compile(r"^(https?://(www\.)?(huggingface\.co|hf\.co)/|hf://)datasets/")
 _NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(/(?P<subset>[\w. -]+))?(:(?P<split>[\w.-]+))?")
 
@@ -106,17 +105,9 @@ def _chosen(configs: list[dict[str, Any]], names: Sequence[str], subset: str, sp
         config = _config(configs, subset, where)
         splits = _splits(config, data)
         if any(splits.values()):
-            return _of(splits, split, where)
+            return files_of_split(splits, split, where)
     if subset:
-        inside = [name for name in data if subset in (*Path(name).parts[:-1], Path(name).name.split(".")[0])]
-        if data and not inside:
-            folders = sorted({Path(name).parts[0] for name in data if "/" in name})
-            raise GraftuneError(
-                f"has no subset {subset!r}",
-                where=where,
-                fix=f"its folders are {listed(folders)}" if folders else "leave out the subset",
-            )
-        data = inside
+        data = of_subset(data, subset, where)
     kind = next((kind for kind in (FORMATS[-1], *FORMATS) if any(format_of(name) == kind for name in data)), "")
     data = [name for name in data if format_of(name) == kind]
     return of_split(data, split, where) if data else []
@@ -165,22 +156,6 @@ def _pattern(text: str) -> re.Pattern[str]:
     return re.compile("".join(meanings.get(part, re.escape(part)) for part in parts))
 
 
-def _of(splits: Splits, split: str, where: str) -> list[str]:
-    """The files of a split. Without one: train, or the only one there is unless it is for testing."""
-    if (split or "train") in splits:
-        return splits[split or "train"]
-    if not split and len(splits) == 1:
-        ((only, names),) = splits.items()
-        if only not in ("test", "validation"):
-            return names
-    example = next(iter(splits))
-    raise GraftuneError(
-        f"has no split {split or 'train'!r}; it has {listed(list(splits))}",
-        where=where,
-        fix=f"name one of them with split, or as {where}:{example}",
-    )
-
-
 def _of_converted(names: Sequence[str], subset: str, split: str, where: str) -> list[str]:
     """The Hub's own layout: SUBSET/SPLIT/0000.parquet, partial-SPLIT where it stopped after some gigabytes."""
     found: dict[str, Splits] = {}
@@ -193,7 +168,7 @@ def _of_converted(names: Sequence[str], subset: str, split: str, where: str) -> 
     if not subset and len(found) > 1 and "default" not in found:
         raise _several(where, sorted(found))
     chosen = subset or ("default" if "default" in found else next(iter(found), ""))
-    return _of(found[chosen], split, where) if chosen else []
+    return files_of_split(found[chosen], split, where) if chosen else []
 
 
 def _nothing(where: str, names: Sequence[str]) -> GraftuneError:

@@ -84,11 +84,20 @@ class RowEncoder:
         # A search for any of hundreds of names is slow; almost no text has even their first letters.
         self.openings = {name[0] for name in special_tokens(tokenizer).values() if name}
         self.fitter: Fitter | None = None
+        self.at = ""  # the row that is being rendered or counted
         if config.template != "auto":  # a missing template file is an error for every kind of rows
             self._open()
 
     def chunks(self, rows: Iterable[Row]) -> Iterator[Chunk]:
-        """Every row's examples, in order."""
+        """Every row's examples, in order. Ctrl-C and other signals are raised with a note that names the row."""
+        try:
+            yield from self._chunks(rows)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                error.add_note(f"while encoding {self.path}, {self.at}")
+            raise
+
+    def _chunks(self, rows: Iterable[Row]) -> Iterator[Chunk]:
         with no_collections(), ThreadPoolExecutor(1, thread_name_prefix="graftune-encode") as worker:
             before: tuple[list[Pending], Future[Encoded]] | None = None
             for pending in self._pending(rows):
@@ -113,6 +122,7 @@ class RowEncoder:
             yield held
 
     def _rendered(self, row: Row) -> Pending:
+        self.at = row.place
         try:
             if isinstance(row.value, Refusal):
                 raise row.value
@@ -155,6 +165,7 @@ class RowEncoder:
     def _account(self, one: Pending, encoded: Encoded, chunk: Chunk) -> None:
         summary, row = self.summary, one.row
         summary.rows += 1
+        self.at = row.place
         try:
             if one.refusal is not None:
                 raise one.refusal

@@ -18,6 +18,8 @@ SPLITS = {
     "train": "train", "training": "train", "validation": "validation", "valid": "validation", "val": "validation",
     "dev": "validation", "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
 }  # fmt: skip
+UNNAMED = "(files without a split's name)"
+Splits = dict[str, list[str]]
 MOST_NAMED = 20  # of a list in a sentence
 # Files about data sets, not of them.
 _ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "package.json", "config.json"}
@@ -29,22 +31,43 @@ def is_data(name: str) -> bool:
 
 def of_split(names: Sequence[str], split: str, where: str) -> list[str]:
     """The files of a split, train where none is asked for. Files without a split's name are all one split, train."""
-    splits: dict[str, list[str]] = {}
+    splits: Splits = {}
     for name in names:
-        splits.setdefault(split_of(name) or "", []).append(name)
+        splits.setdefault(split_of(name) or UNNAMED, []).append(name)
+    if split and split not in splits:
+        splits[split] = [name for name in splits.get(UNNAMED, []) if has_words(name, split)]
+    return files_of_split({name: found for name, found in splits.items() if found}, split, where)
+
+
+def files_of_split(splits: Splits, split: str, where: str) -> list[str]:
+    """The files of a split. Without one: train, or the only one there is unless it is for testing."""
     wanted = split or "train"
     for key in (wanted, SPLITS.get(wanted, wanted)):
-        if splits.get(key):
+        if key in splits:
             return splits[key]
-    loose = [name for name in splits.get("", []) if has_words(name, wanted)]
-    if loose:
-        return loose
-    if wanted == "train" and list(splits) == [""]:
-        return splits[""]
-    shown = ", ".join(sorted(key or "(files without a split's name)" for key in splits))
+    if wanted == "train" and len(splits) == 1:
+        ((only, names),) = splits.items()
+        if only == UNNAMED or (not split and only not in ("test", "validation")):
+            return names
+    example = next(iter(splits))
     raise GraftuneError(
-        f"has no split {wanted!r}; it has {shown}", where=where, fix="name one of them with split, or give its files"
+        f"has no split {wanted!r}; it has {listed(sorted(splits))}",
+        where=where,
+        fix=f"name one of them with split, or on the Hub as {where}:{example}",
     )
+
+
+def of_subset(names: Sequence[str], subset: str, where: str) -> list[str]:
+    """The files in a folder named by the subset, or with its words in their names."""
+    found = [n for n in names if subset in Path(n).parts[:-1] or has_words(Path(n).name.split(".")[0], subset)]
+    if names and not found:
+        folders = sorted({Path(name).parts[0] for name in names if "/" in name})
+        raise GraftuneError(
+            f"has no subset {subset!r}",
+            where=where,
+            fix=f"its folders are {listed(folders)}" if folders else "leave out the subset",
+        )
+    return found
 
 
 def has_words(name: str, words: str) -> bool:
