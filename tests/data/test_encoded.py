@@ -7,7 +7,6 @@ import dataclasses
 import io
 import json
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -175,18 +174,6 @@ def test_no_damage_ends_in_a_traceback(place: float, bit: int, cut: bool) -> Non
     except DamagedStore:
         return
     assert not cut and len(Examples(store)) == 1
-
-
-def test_two_at_once_both_end_with_the_data(tmp_path: Path) -> None:
-    path = write(tmp_path / "d.jsonl", *ROWS)
-    found: list[str] = []
-    threads = [threading.Thread(target=lambda: found.append(prepare(path, CHAT, DataConfig()).digest)) for _ in "ab"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 2 and len(set(found)) == 1
-    assert len(kept()) == len(list(cached.folder().iterdir())) == 1, "nothing half-written stays"
 
 
 def test_another_process_may_have_made_it_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

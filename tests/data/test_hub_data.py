@@ -194,7 +194,7 @@ GOOD: dict[str, Any] = {
 BAD = {
     "me/nobody": "me/nobody: is neither a file or folder here nor a data set on the Hub; check the name or log in",
     "me/plain:dev": "has no split 'dev'; it has test, train",
-    "me/named": "has no split 'train'; it has test_sft, train_sft; name one of them with split, or on the Hub as me/named:",
+    "me/named": "has no split 'train'; it has test_sft, train_sft; name one of them with split, or on the Hub as",
     "me/subsets": "me/subsets: has the subsets main, extra; name one with subset, or as me/subsets/main",
     "me/subsets/none": "has no subset 'none'; it has main, extra",
     "me/formats/none": "has no subset 'none'; its folders are data",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tools import sample_data
 
-from graftune.data.sample import is_sample_hash, sample_path, score, score_all
+from graftune.data.sample import is_sample_hash, sample_path, score_all
 from graftune.data.sample.score import KEYS, TOPICS
 from graftune.io import digest
 
@@ -72,7 +72,7 @@ REFERENCE = '{"topic":"refund","order":4821,"urgent":false}'
     ],
 )
 def test_score(answer: str, right: bool) -> None:
-    assert score(REFERENCE, answer) is right
+    assert score_all([(REFERENCE, answer)]).exact == right
 
 
 def test_score_all() -> None:

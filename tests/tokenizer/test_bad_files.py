@@ -66,8 +66,6 @@ def test_gguf(kind: str, key: str, value: Any, small_metadata: dict[str, Any]) -
         ("pre", "whitespace"),
         ("pre", ""),
         ("pre", 3),
-        ("add_sep_token", True),
-        ("seperator_token_id", 10**6),
     ],
 )
 def test_gguf_byte_level(key: str, value: Any, small_metadata: dict[str, Any]) -> None:

@@ -16,7 +16,6 @@ import json
 import mmap
 import os
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -37,7 +36,6 @@ LIMIT = 20 << 30  # bytes of all entries together
 SUFFIX = ".tokens"
 # Settings that do not change how the data is encoded; a date is part of the tokenizer's fingerprint.
 _APART = ("data", "eval_data", "val_split", "eval_examples", "date", "max_unpacked")
-_making = threading.Lock()  # a second thread of this process would write to the same neighbour
 
 
 def folder() -> Path:
@@ -83,28 +81,27 @@ def find(key: str) -> TokenStore | None:
 
 def make(key: str, vocabulary: int, write: Callable[[StoreWriter], dict[str, Any]]) -> tuple[TokenStore, str]:
     """A new entry, and why it will not be found again, if so. `write` fills it and returns facts for the header."""
-    with _making:
-        path = folder() / f"{key}{SUFFIX}"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=path.parent):
-                pass
-        except (OSError, RuntimeError) as error:  # the last: there is no home folder
-            return _temporary(key, vocabulary, write), getattr(error, "strerror", "") or str(error)
-        try:
-            writer = StoreWriter(vocabulary, path.parent)
-            facts = write(writer)
-            with files.new_file(path, unique=True) as aside, aside.open("wb") as file:
-                writer.close(file, key=key, **facts)
-            store = TokenStore.open(path)
-        except OSError as error:
-            raise GraftuneError(
-                f"the encoded data cannot be written ({error.strerror})",
-                where=str(path.parent),
-                fix="free some space there, or name another folder with GRAFTUNE_CACHE",
-            ) from error
-        files.prune_folder(path, LIMIT)
-        return store, ""
+    path = folder() / f"{key}{SUFFIX}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except (OSError, RuntimeError) as error:  # the last: there is no home folder
+        return _temporary(key, vocabulary, write), getattr(error, "strerror", "") or str(error)
+    try:
+        writer = StoreWriter(vocabulary, path.parent)
+        facts = write(writer)
+        with files.new_file(path, unique=True) as aside, aside.open("wb") as file:
+            writer.close(file, key=key, **facts)
+        store = TokenStore.open(path)
+    except OSError as error:
+        raise GraftuneError(
+            f"the encoded data cannot be written ({error.strerror})",
+            where=str(path.parent),
+            fix="free some space there, or name another folder with GRAFTUNE_CACHE",
+        ) from error
+    files.prune_folder(path, LIMIT)
+    return store, ""
 
 
 def _temporary(key: str, vocabulary: int, write: Callable[[StoreWriter], dict[str, Any]]) -> TokenStore:

@@ -40,9 +40,7 @@ def read(file: SourceFile, note: Note, max_unpacked: float = MAX_UNPACKED) -> Nu
 
         yield from read_parquet(file, note, max_unpacked)
         return
-    opened = look(file.path, file.shown, max_unpacked)
-    for text in opened.notes:
-        note(text)
+    opened = look(file.path, file.shown, note, max_unpacked)
     if kind in (".csv", ".tsv"):
         yield from _read_csv(opened, kind, note)
         return

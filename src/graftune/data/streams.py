@@ -54,15 +54,14 @@ _OTHERS = {
 
 @dataclass(frozen=True)
 class TextFile:
-    """A text file with its compression and encoding. `head`: its first bytes, unpacked; `notes` are for the user."""
+    """A text file with its compression and encoding. `head`: its first bytes, unpacked."""
 
     path: Path
     shown: str
     compression: str
     encoding: str
     head: bytes
-    notes: tuple[str, ...]
-    max_unpacked: float = MAX_UNPACKED
+    max_unpacked: float
 
 
 def format_of(path: str | Path) -> str | None:
@@ -74,8 +73,9 @@ def format_of(path: str | Path) -> str | None:
     return suffix if suffix in known else None
 
 
-def look(path: Path, shown: str, max_unpacked: float = MAX_UNPACKED) -> TextFile:
-    """Compression and encoding of a text file; GraftuneError where neither can be read."""
+def look(path: Path, shown: str, note: Callable[[str], None], max_unpacked: float) -> TextFile:
+    """Compression and encoding of a text file; GraftuneError where neither can be read. `note` gets what is
+    unusual."""
     with reading(shown):
         with open_plain(path) as file:
             head = file.read(64)
@@ -89,14 +89,13 @@ def look(path: Path, shown: str, max_unpacked: float = MAX_UNPACKED) -> TextFile
                     raise GraftuneError(what, where=shown, fix=fix)
             encoding = _encoding(head, stream)
     named = next((ending for ending in COMPRESSED if path.name.lower().endswith(ending)), "")
-    notes = []
     if packed != named:
-        notes.append(f"{shown} is {'compressed (' + packed + ')' if packed else 'not compressed'}, whatever its name")
+        note(f"{shown} is {'compressed (' + packed + ')' if packed else 'not compressed'}, whatever its name")
     if encoding.startswith("utf-16"):
-        notes.append(f"{shown} is UTF-16 text and was read as such")
+        note(f"{shown} is UTF-16 text and was read as such")
     elif encoding == "cp1252":
-        notes.append(f"{shown} is not UTF-8 and was read as Windows-1252 (Latin-1); if letters look wrong, convert it")
-    return TextFile(path, shown, packed, encoding, head, tuple(notes), max_unpacked)
+        note(f"{shown} is not UTF-8 and was read as Windows-1252 (Latin-1); if letters look wrong, convert it")
+    return TextFile(path, shown, packed, encoding, head, max_unpacked)
 
 
 def _encoding(head: bytes, stream: BinaryIO) -> str:

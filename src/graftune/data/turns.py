@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from graftune.data.row import Refusal, quoted, type_name
+from graftune.io.json_file import DEEPEST, is_deep
 
 Message = dict[str, Any]
 
@@ -43,7 +44,6 @@ def checked_weight(value: object, what: str) -> float:
 
 
 MOST_WEIGHT = 1e6  # of a token: one that large already leaves nothing to the others
-DEEPEST = 64  # levels of lists and objects in tools and arguments: templates walk them by recursion
 _ROLES = {
     "user": "user", "human": "user",
     "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant",
@@ -173,17 +173,8 @@ def parsed(text: str, where: str) -> Any:
 
 def check_depth(value: object, where: str) -> None:
     """Refuses what is nested so deeply that rendering it would end in a recursion error."""
-    level = [value]
-    for _ in range(DEEPEST):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return
-    raise Refusal("nested too deeply", f"{where}, over {DEEPEST} levels")
+    if is_deep(value):
+        raise Refusal("nested too deeply", f"{where}, over {DEEPEST} levels")
 
 
 def _content(place: int, content: object) -> str | None:

@@ -45,8 +45,6 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     bos, eos = keys.token_id("bos", size, 1 if spm else None), keys.token_id("eos", size, 2 if spm else None)
     add_bos = keys.wanted("add_bos_token", rule.add_bos, bos) or (rule.always_bos and bos is not None)
     add_eos = keys.wanted("add_eos_token", False, eos)
-    # Read to refuse a file that llama.cpp would not load; it adds the separator to WordPiece texts only.
-    keys.wanted("add_sep_token", rule.add_sep, keys.token_id("seperator", size))
     backend.post_processor = _post_processor(tokens, bos if add_bos else None, eos if add_eos else None)
     template, fault = _template(metadata, None if bos is None else tokens[bos], None if eos is None else tokens[eos])
     return Tokenizer(

@@ -122,15 +122,14 @@ _BLOOM = r" ?[^\s(|.,!?)\x{2026}\x{3002}\x{FF0C}\x{3001}\x{0964}\x{06D4}\x{060C}
 class PreRule:
     """What one name implies.
 
-    `ignore_merges`: a piece that is a token as it stands is not merged anew. `add_bos`, `add_sep`: true unless the file
-    says otherwise. `always_bos`: even if the file says otherwise. `blank_before_lines`: a line that begins with none
+    `ignore_merges`: a piece that is a token as it stands is not merged anew. `add_bos`: true unless the file says
+    otherwise. `always_bos`: even if the file says otherwise. `blank_before_lines`: a line that begins with none
     gets one.
     """
 
     chain: tuple[str, ...]
     ignore_merges: bool = False
     add_bos: bool = False
-    add_sep: bool = False
     always_bos: bool = False
     blank_before_lines: bool = False
 
@@ -139,10 +138,9 @@ _RULES: tuple[tuple[str, PreRule], ...] = (
     ("default", PreRule((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))),
     (
         "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum modern-bert exaone4 mpt olmo jais"
-        " trillion granite-docling",
+        " trillion granite-docling jina-v1-en jina-v2-code roberta-bpe",
         PreRule((_GPT2,)),
     ),
-    ("jina-v1-en jina-v2-code roberta-bpe", PreRule((_GPT2,), add_sep=True)),
     ("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", PreRule((r"\p{N}", _GPT2))),
     (
         "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",

@@ -34,12 +34,6 @@ class ScoreReport:
         return self.exact / self.total if self.total else 0.0
 
 
-def score(reference: str, answer: str) -> bool:
-    expected, given = _parsed(reference), _parsed(answer)
-    assert expected is not None, f"not a reference of the sample data: {reference!r}"
-    return given == expected
-
-
 def score_all(pairs: Iterable[tuple[str, str]]) -> ScoreReport:
     """`pairs` are (reference, answer)."""
     pairs = list(pairs)
