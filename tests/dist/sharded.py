@@ -84,27 +84,6 @@ def _write_gguf(path: Path, values: dict[str, torch.Tensor]) -> None:
     tiny_gguf.finish(writer)
 
 
-@contextmanager
-def counting() -> Iterator[dict[str, int]]:
-    """Bytes of weights that our readers take out of files."""
-    count = {"read": 0}
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, method in (
-            (safetensors_io.SafetensorsTensor, "read"),
-            (safetensors_io.SafetensorsTensor, "values"),
-            (gguf_io.GgufTensor, "_rows"),
-        ):
-            real = getattr(owner, method)
-
-            def counted(self: Any, *args: Any, real: Any = real) -> Any:
-                found = real(self, *args)
-                count["read"] += found.nbytes
-                return found
-
-            patch.setattr(owner, method, counted)
-        yield count
-
-
 def made(folder: Path, case: str, storage: BundleStorage | None) -> oracle.Ours:
     model, base_dtype = CASES[case]
     base, runtime = open_base(str(folder / model)), resolve("cpu", "fp32")
@@ -154,10 +133,9 @@ def main(place: str) -> int:
     world.attach(torch.device("cpu"))
     facts = {}
     for case in CASES:
-        with counting() as count:
-            ours = made(folder, case, shards_of(world, torch.device("cpu")))
+        ours = made(folder, case, shards_of(world, torch.device("cpu")))
         bundles = ours.decoder.bundles
-        facts[case] = {"read": count["read"], "kept": bundles.kept_bytes, "buffers": bundles.buffer_bytes}
+        facts[case] = {"kept": bundles.kept_bytes, "buffers": bundles.buffer_bytes}
         save_file(results(ours, case), folder / f"{case}-{ranks.rank}.safetensors")
     (folder / f"facts-{ranks.rank}.json").write_text(json.dumps(facts))
     session = open_session(settings(folder, shard_base="yes"), world=world)

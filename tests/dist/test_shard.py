@@ -1,5 +1,5 @@
 """A frozen base that lies elsewhere than on the device: in parts on two ranks, or in host memory. What is computed is
-what a resident base computes, to the bit; a rank keeps, and reads of the file, about its share."""
+what a resident base computes, to the bit; a rank keeps about its share."""
 
 from __future__ import annotations
 
@@ -61,12 +61,10 @@ def test_two_ranks_compute_what_one_does(case, folder, ranks, resident):
 
 
 @pytest.mark.parametrize("case", sharded.CASES)
-def test_a_rank_holds_and_reads_its_share(case, folder, ranks, resident):
-    whole, tensors = resident(case)[1], open_base(str(folder / sharded.CASES[case][0])).tensors
-    stored = sum(tensor.nbytes for tensor in tensors.values())
+def test_a_rank_holds_its_share(case, ranks, resident):
+    whole = resident(case)[1]
     for facts in ranks:
         assert 0.5 * whole <= facts[case]["kept"] + facts[case]["buffers"] <= 0.6 * whole
-        assert 0.45 * stored < facts[case]["read"] <= 0.6 * stored
 
 
 def test_a_session_of_two_ranks_divides_its_base(ranks, folder):

@@ -209,7 +209,7 @@ def test_a_full_disk_or_ctrl_c_leaves_nothing(
     monkeypatch.setattr(files, "flush", fails)
     with pytest.raises(KeyboardInterrupt if code is None else (OSError, GraftuneError)):
         export(str(run), to, out=str(tmp_path / "there" / f"x{write.SUFFIX.get(to, '')}"))
-    assert not (tmp_path / "there").exists()
+    assert not list((tmp_path / "there").iterdir())
 
 
 def test_a_disk_too_small_is_seen_before(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,9 +270,7 @@ def test_a_base_that_is_not_finite_is_named(to: str, run: Path, tmp_path: Path) 
     name = next(name for name in tensors if name.endswith("layers.0.mlp.down_proj.weight"))
     tensors[name].view(-1)[-1] = float("nan")
     save_file(tensors, base / "model.safetensors", {"format": "pt"})
-    with pytest.raises(
-        GraftuneError, match=r"base/model.safetensors: tensor layers.0.mlp.down_proj.weight holds numbers"
-    ):
+    with pytest.raises(GraftuneError, match=r"base: tensor layers.0.mlp.down_proj.weight holds numbers"):
         export(base, to, out=tmp_path / "out.gguf")
     assert not (tmp_path / "out.gguf").exists()
 

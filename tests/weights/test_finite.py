@@ -1,8 +1,7 @@
-"""Numbers of a base that are not finite are found while it is loaded, and the tensor and its file are named."""
+"""Numbers of a base that are not finite are found while it is loaded, and the tensor is named."""
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from graftune.errors import GraftuneError
-from graftune.io import digest
 from graftune.kernels.gguf_dequant import KINDS
 from graftune.kernels.gguf_dequant.reference import PLAIN, SCALES
 from graftune.model.frozen import Scratch, Table, Unpacked, mapped
@@ -28,30 +26,22 @@ from tests.support import oracle, quantised
 LORA = LoraConfig(rank=2, alpha=4.0)
 
 
-def spoilt(folder: Path, out: Path, name: str, value: float, *, shard: str = "") -> Path:
+def spoilt(folder: Path, out: Path, name: str, value: float) -> Path:
     """A copy of the model with one number in a tensor."""
     shutil.copytree(folder, out)
     tensors = load_file(out / "model.safetensors")
     tensors[name].view(-1)[-1] = value
-    if shard:
-        (out / "model.safetensors").unlink()
-        index = {key: shard if key == name else "model-1.safetensors" for key in tensors}
-        save_file({name: tensors.pop(name)}, out / shard)
-        save_file(tensors, out / "model-1.safetensors")
-        (out / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    else:
-        save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
     return out
 
 
 @pytest.mark.parametrize("held", ["fp32", "keep", "nf4"])
 @pytest.mark.parametrize("name", ["layers.0.self_attn.k_proj.weight", "layers.0.mlp.down_proj.weight", "norm.weight"])
 def test_a_tensor_that_is_not_finite_is_named(held: str, name: str, tiny_folder, tmp_path: Path) -> None:
-    bad = spoilt(tiny_folder("llama-shallow"), tmp_path / "bad", f"model.{name}", float("nan"), shard="odd.safetensors")
+    bad = spoilt(tiny_folder("llama-shallow"), tmp_path / "bad", f"model.{name}", float("nan"))
     with pytest.raises(GraftuneError) as said:
         oracle.place(open_base(str(bad)), LORA, held)
-    file = bad / "odd.safetensors"
-    assert str(said.value) == f"{file}: tensor {name} holds numbers that are not finite; download the model again"
+    assert str(said.value) == f"{bad}: tensor {name} holds numbers that are not finite; download the model again"
 
 
 LORA_AND_NORMS = LoraConfig(rank=2, alpha=4.0, train_norms=True)
@@ -80,32 +70,24 @@ def test_every_piece_of_a_file_is_looked_at(tiny_folder, tmp_path: Path, monkeyp
         oracle.place(open_base(str(bad)), LORA, "keep")
 
 
-def test_what_a_gpu_holds_is_looked_at_before_it_is_remembered(tiny_folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks and floats that products unpack, and sums that were not waited for yet."""
+def test_what_a_gpu_holds_is_looked_at(tiny_folder, tmp_path: Path) -> None:
+    """Blocks and floats that products unpack."""
     blocks = quantised.random_blocks("Q4_K", 4, KINDS["Q4_K"].values, 1.0, 3)
     good, bad = GgufRows(blocks, "Q4_K", KINDS["Q4_K"].values), GgufRows(blocks.clone(), "Q4_K", KINDS["Q4_K"].values)
     bad.blocks[2, :2] = torch.tensor([float("inf")], dtype=torch.float16).view(torch.uint8)
     scratch = Scratch(1 << 14, torch.device("cpu"), torch.float32)
-    check = finite.FiniteCheck(open_base(str(tiny_folder("llama-shallow"))), "keep bf16")
-    monkeypatch.setattr(check, "key", "these files")
-    names = ["layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight"]
-    check.note(names, Unpacked([good, good], scratch))
+    base = open_base(str(spoilt(tiny_folder("llama-shallow"), tmp_path / "bad", "model.norm.weight", math.nan)))
+    finite.check_loaded([Unpacked([good, good], scratch)], base)
     for spoilt_one in (Unpacked([good, bad], scratch), Table(bad, scratch), FloatRows(torch.full((2, 2), math.nan))):
-        with pytest.raises(GraftuneError, match=r"mlp\.(gate|up)_proj\.weight holds numbers"):
-            check.note(names, spoilt_one)
-        check.open.clear()
-    values = torch.full((2, 2), math.nan)
-    check.open.append((names[:1], values, values.sum()))  # as on a device
-    with pytest.raises(GraftuneError, match="holds numbers"):
-        check.passed()
-    assert not digest.is_noted("finite", "these files")
+        with pytest.raises(GraftuneError, match=r"norm\.weight holds numbers"):
+            finite.check_loaded([Unpacked([good], scratch), spoilt_one], base)
 
 
 def test_numbers_beyond_a_dtype_are_no_fault_of_the_file(tiny_folder, tmp_path: Path) -> None:
     name = "layers.0.mlp.up_proj.weight"
     wide = spoilt(tiny_folder("llama-shallow"), tmp_path / "wide", f"model.{name}", 1e5)
     oracle.place(open_base(str(wide)), LORA, "fp32")
-    with pytest.raises(GraftuneError, match=f"tensor {name} holds numbers beyond the range of float16; set base_dtype"):
+    with pytest.raises(GraftuneError, match="its weights hold numbers beyond the range of float16; set base_dtype"):
         oracle.place(open_base(str(wide)), LORA, "fp16")
     huge = TensorRows(torch.full((2, 8), 3e38))  # whose sum overflows
     assert finite.is_finite(huge.tensor) and not finite.is_finite(huge.tensor * 2)
@@ -131,24 +113,3 @@ def test_a_scale_of_a_gguf_that_is_not_finite_is_named() -> None:
     tensor.blocks[7, 208:210] = torch.tensor([float("nan")], dtype=torch.float16).view(torch.uint8)
     with pytest.raises(GraftuneError, match=r"blocks: tensor layers\.0\.self_attn\.v_proj\.weight holds numbers that"):
         quantised.placed(base, LORA, "keep")
-
-
-def test_files_that_stay_as_they_are_are_looked_at_once(
-    tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(digest, "SMALLEST", 0)
-    monkeypatch.setattr(digest, "SETTLED", -1.0)
-    base, looked = shutil.copytree(tiny_folder("llama-shallow"), tmp_path / "base"), list[str]()
-    numbers = finite._numbers
-    monkeypatch.setattr(finite, "_numbers", lambda member: (looked.append("one"), numbers(member))[1])
-
-    def load(held: str) -> int:
-        looked.clear()
-        oracle.place(open_base(str(base)), LORA, held)
-        return len(looked)
-
-    assert load("fp32") > 5 and load("fp32") == 0 and load("bf16") > 5, "another dtype may be too narrow"
-    spoilt(tiny_folder("llama-shallow"), tmp_path / "bad", "model.norm.weight", float("inf"))
-    shutil.copyfile(tmp_path / "bad" / "model.safetensors", base / "model.safetensors")
-    with pytest.raises(GraftuneError, match=r"tensor norm\.weight holds"):
-        load("fp32")

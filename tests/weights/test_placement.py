@@ -7,7 +7,6 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from gguf.constants import GGMLQuantizationType
@@ -26,7 +25,7 @@ from graftune.weights.base import Base, open_base
 from graftune.weights.gguf_io import GgufTensor
 from graftune.weights.load import scratch_values
 from graftune.weights.placement import choose_placement
-from graftune.weights.rows import FirstRows
+from graftune.weights.rows import FirstRows, Reordered
 from tests.support import quantised, tiny
 
 LORA = LoraConfig(rank=4, alpha=8.0)
@@ -103,8 +102,9 @@ def test_blocks_that_no_kernel_knows_are_refused(as_on_a_gpu):
 def test_a_files_blocks_are_uploaded_byte_by_byte(rows, as_on_a_gpu):
     base = quantised.gguf_base("Q5_1", quantised.spec(), "Q4_0", "F16")
     key = "layers.0.self_attn.k_proj.weight"
-    file = GgufTensor(key, GGMLQuantizationType.Q5_1, (32, 64), base.tensors[key].blocks.numpy(), np.arange(32)[::-1])
-    base = dataclasses.replace(base, tensors=dict(base.tensors) | {key: file})  # rows in another order, as Llama's are
+    file = GgufTensor(key, GGMLQuantizationType.Q5_1, (32, 64), base.tensors[key].blocks.numpy())
+    turned = Reordered(file, torch.arange(31, -1, -1))  # rows in another order, as Llama's are
+    base = dataclasses.replace(base, tensors=dict(base.tensors) | {key: turned})
     if rows:  # tokens were added: rows that only pad the table are left off
         tensors = dict(base.tensors) | {"lm_head.weight": FirstRows(base.tensors["lm_head.weight"], rows)}
         tensors["embed_tokens.weight"] = FirstRows(base.tensors["embed_tokens.weight"], rows)

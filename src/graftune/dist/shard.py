@@ -5,8 +5,8 @@ forward and backward. A frozen weight has no gradient to scatter and no state, s
 mean: 4-bit codes and their scales are gathered as bytes. (FSDP2 makes a DTensor of every parameter; quantised ones lose
 their state in it.)
 
-The file is also read once by all ranks together: each reads its rows of a piece, and receives the others' rows over the
-link (`RankReading`). So loading makes the same values, to the bit, as on one rank, however the weight is quantised.
+Every rank reads all of the file, which a node keeps in its page cache. So loading makes the same values, to the bit, as
+on one rank, however the weight is quantised.
 
 With `on_host` a rank's parts are in pinned host memory: a node then holds the base once, and each GPU's own link
 carries only its part of it.
@@ -29,26 +29,14 @@ PIECE = 256 << 20  # most bytes that are gathered at once
 Gather = Callable[[torch.Tensor, torch.Tensor], object]  # into [size * n], a rank's own [n]
 
 
-class RankReading:
-    """Reads a file on all ranks together."""
-
-    def __init__(self, rank: int, size: int, gather: Gather, device: torch.device):
-        self.rank, self.size, self.device, self._gather = rank, size, device, gather
-
-    def gather(self, own: torch.Tensor) -> torch.Tensor:
-        own = own.to(self.device).contiguous()
-        everyone = own.new_empty(self.size * len(own), *own.shape[1:])
-        self._gather(everyone.view(-1).view(torch.uint8), own.view(-1).view(torch.uint8))
-        return everyone
-
-
 class Shards:
     """Keeps this rank's part of every bundle. `gather` is the collective; a plan passes one that does nothing."""
+
+    collective = True
 
     def __init__(self, rank: int, size: int, gather: Gather, device: torch.device, *, on_host: bool = False):
         self.rank, self.size, self._gather, self.device = rank, size, gather, device
         self.on_host = on_host and launch.on_gpu(device)
-        self.reading = RankReading(rank, size, gather, device)
         self.staged: torch.Tensor | None = None  # staging buffer for a rank's part from host memory
 
     def sizes(self, count: int) -> list[int]:

@@ -1,14 +1,14 @@
 """Writes each export format: checked beforehand, written aside, read back, then put in its place.
 
 Checked beforehand: the place is free (or --force given), the type is known, the disk is large enough. A full disk or
-Ctrl-C leaves nothing behind.
+Ctrl-C leaves nothing behind but an empty folder.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from graftune.observe.memory import human_bytes
 from graftune.weights.adapter import Adapter, is_adapter, write_adapter
 from graftune.weights.apr import save_apr
 from graftune.weights.base import Base, with_new_tokens
-from graftune.weights.finite import refusal_of
+from graftune.weights.finite import naming_nonfinite
 from graftune.weights.model import hf_config, is_model, write_model
 from graftune.weights.streamed import OutputTensor, Watcher
 
@@ -73,22 +73,13 @@ def export(
     place = _place(source, to, kind, out)
     _check_place(place, to, source, force)
     writers = {"peft": _peft, "merged": _merged, "gguf-lora": _gguf_lora, "gguf": _gguf, "apr": _apr}
-    with _folder_of(place):
-        done: Exported = _written(writers[to], source, place, kind, console)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with naming_nonfinite(source.base):  # only the adapter was checked when it was loaded
+        done: Exported = writers[to](source, place, kind, console)
     if note := source.base.tokenizer.refused_template:
         done.notes.append(note)
     done.facts = {"to": to, "path": str(place), "bytes": _size(place)} | done.facts
     return done
-
-
-def _written(write: Callable[..., Exported], source: ExportSource, *how: Any) -> Exported:
-    """After a failed export, the base is scanned for NaN and Inf: quantisers refuse them without a tensor's name, and
-    only the adapter was checked when it was loaded."""
-    try:
-        return write(source, *how)
-    except GraftuneError as error:
-        fault = refusal_of(source.base) if error.where is None else None
-        raise fault or error from None
 
 
 def _checked_kind(kind: str, to: str) -> str:
@@ -138,20 +129,6 @@ def _check_place(place: Path, to: str, source: ExportSource, force: bool) -> Non
     ours = place.is_file() if to in SUFFIX else is_adapter(place) if to == "peft" else is_model(place)
     if not ours and (place.is_file() or any(place.iterdir())):
         raise GraftuneError("is in use for something else", where=str(place), fix="set out to another place")
-
-
-@contextmanager
-def _folder_of(place: Path) -> Iterator[None]:
-    """Makes the parent folders of the place, and removes them again if the export fails."""
-    made = [folder for folder in place.parents if not folder.exists()]  # the innermost first
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except BaseException:
-        for folder in made:
-            with suppress(OSError):  # it does not exist, or is no longer empty
-                folder.rmdir()
-        raise
 
 
 def _require_space(place: Path, need: int) -> None:

@@ -40,21 +40,6 @@ def sha256(files: Sequence[Path]) -> str:
     return found
 
 
-def settled_state(files: Sequence[Path]) -> State | None:
-    """What identifies the files while they are unchanged; None if they are small, or were changed a moment ago."""
-    state = _state(files)
-    return state if sum(size for _, size, *_ in state) >= SMALLEST and _is_settled(state) else None
-
-
-def note(kind: str, key: str) -> None:
-    """Store that a check has passed for files in this state."""
-    user_cache.remember(kind, hashlib.sha256(key.encode()).hexdigest(), True, MOST)
-
-
-def is_noted(kind: str, key: str) -> bool:
-    return user_cache.recall(kind).get(hashlib.sha256(key.encode()).hexdigest()) is True
-
-
 def _computed(files: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:

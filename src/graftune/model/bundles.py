@@ -47,24 +47,10 @@ class Movable(Protocol):
         ...
 
 
-class Reading(Protocol):
-    """Divides the reading of a file among ranks."""
-
-    rank: int
-    size: int
-
-    def gather(self, own: torch.Tensor) -> torch.Tensor:
-        """Concatenates the rows of all ranks, which have the same number of them."""
-        ...
-
-
 class BundleStorage(Protocol):
     """Stores the bytes of bundles."""
 
-    @property
-    def reading(self) -> Reading | None:
-        """How ranks divide the reading of the file; None: each reads all of it."""
-        ...
+    collective: bool  # whether a fetch is a collective operation
 
     def sizes(self, count: int) -> list[int]:
         """The sizes of the pieces that store `count` bytes; their sum may be larger."""
@@ -83,7 +69,7 @@ class HostMemory:
     """Host memory, pinned where the device is a GPU. torch rounds pinned memory up to powers of two, so pieces have
     such sizes."""
 
-    reading = None
+    collective = False
 
     def __init__(self, device: torch.device):
         self.pinned = launch.on_gpu(device)
@@ -170,7 +156,7 @@ class Bundles:
     @property
     def collective(self) -> bool:
         """Whether every rank has to run every pass, because a fetch is a collective operation."""
-        return self.storage.reading is not None
+        return self.storage.collective
 
     @property
     def kept_bytes(self) -> int:

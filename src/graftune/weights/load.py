@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,8 +35,7 @@ from graftune.model.spec import ModelSpec
 from graftune.runtime import Runtime
 from graftune.settings.config import LoraConfig
 from graftune.weights.base import Base
-from graftune.weights.divided import divided
-from graftune.weights.finite import FiniteCheck
+from graftune.weights.finite import check_loaded, naming_nonfinite
 from graftune.weights.placement import Placement
 
 TABLE_VALUES = 1 << 26  # of an embedding or head that products may have in the scratch at once
@@ -66,9 +64,8 @@ def build_decoder(
     storage: BundleStorage | None = None,
 ) -> Decoder:
     """`storage`: where the frozen weights are stored and fetched from; None: on the device."""
-    if storage is not None and storage.reading is not None:
-        base = replace(base, tensors=divided(base.tensors, storage.reading))
-    return _Placer(base, arena, lora, runtime, placement, storage).decoder()
+    with naming_nonfinite(base):
+        return _Placer(base, arena, lora, runtime, placement, storage).decoder()
 
 
 class _Placer:
@@ -102,7 +99,7 @@ class _Placer:
         )
         self.bundles = None if storage is None else Bundles(storage, runtime.device)
         self.made: list[Any] = []  # frozen weights of the bundle that is being built
-        self.finite = FiniteCheck(base, f"{placement.base_dtype} {runtime.compute}")
+        self.unchecked: list[Any] = []  # weights and tensors that may have NaN or Inf
 
     def decoder(self) -> Decoder:
         spec = self.spec
@@ -124,7 +121,7 @@ class _Placer:
             compute=self.compute,
             added=embed_rows,
         )
-        self.finite.passed()
+        self.check_finite()
         if self.bundles is not None:
             self.bundles.finish()
             decoder.bundles = self.bundles
@@ -135,9 +132,13 @@ class _Placer:
         """Frozen weights that are built inside form one bundle, which is moved when all of them are built."""
         self.made = []
         yield
-        self.finite.check_sums()
+        self.check_finite()
         if self.bundles is not None and key is not None:
             self.bundles.add(key, self.made)
+
+    def check_finite(self) -> None:
+        check_loaded(self.unchecked, self.base)
+        self.unchecked = []
 
     def block(self, index: int) -> Block:
         with self.bundle(index):
@@ -195,11 +196,10 @@ class _Placer:
             return self.trained(names, shapes[0][1]), self.float_format
         sources = [self.source(n, s) for n, s in zip(names, shapes, strict=True)]
         formats = [self.format_of(source) for source in sources]
-        with self.finite.naming(names):
-            weight = self.builder.weight(sources, formats, adapter_columns, as_stored=self.as_stored)
+        weight = self.builder.weight(sources, formats, adapter_columns, as_stored=self.as_stored)
         self.made.append(weight)
         if self.as_stored or not formats[0].quantises:  # what quantises a weight also refuses NaN and Inf
-            self.finite.note(names, weight)
+            self.unchecked.append(weight)
         return weight, formats[0]
 
     def table(self, name: str) -> Frozen:
@@ -214,7 +214,7 @@ class _Placer:
             form = (stored_format(source) if as_stored else None) or self.float_format
         weight = self.builder.weight([source], [form], as_stored=as_stored)
         self.made.append(weight)
-        self.finite.note([name], weight)
+        self.unchecked.append(weight)
         return weight
 
     def trained(self, names: Sequence[str], width: int) -> Trained:
@@ -233,7 +233,7 @@ class _Placer:
             value.copy_(source.values())
         else:
             fill(value, source)
-        self.finite.note([name], value)
+        self.unchecked.append(value)
 
     def bias(self, names: dict[str, int]) -> Bias:
         first, *_, last = names
@@ -246,7 +246,7 @@ class _Placer:
 
     def vector(self, name: str, width: int) -> torch.Tensor:
         found = self.source(name, (width,)).values().float().to(self.device)
-        self.finite.note([name], found)
+        self.unchecked.append(found)
         return found
 
     def norm(self, name: str, width: int) -> NormWeight:
@@ -327,5 +327,5 @@ class _PartPlacer:
             placer.start(stored)
             return placer.arena.view(stored, placer.arena.weights), placer.arena.view(stored, placer.arena.grads)
         value = placer.source(stored, self.part.tensors[name]).values().float().to(placer.device)
-        placer.finite.note([stored], value)
+        placer.unchecked.append(value)
         return value, None
