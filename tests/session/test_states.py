@@ -118,23 +118,3 @@ def test_a_batch_that_was_not_applied_is_not_behind_the_position(opened, tmp_pat
     resumed.load_state(tmp_path / "state")
     data = resumed.prepare(ROWS)
     assert trained(resumed, data) == resumed.steps_per_epoch(data) - 1
-
-
-def test_the_schedule_of_the_docstring_goes_on(opened, tmp_path):
-    def loop(session, stop=None):
-        data = session.prepare(ROWS)
-        rates = session.schedule(session.steps_per_epoch(data))
-        found = []
-        for batch in session.batches(data):
-            session.forward_backward(batch)
-            found.append(session.optim_step(lr=rates[session.steps]).lr)
-            if session.steps == stop:
-                break
-        return found
-
-    straight, first, resumed = opened(**HOW), opened(**HOW), opened(**HOW)
-    whole, part = loop(straight), loop(first, stop=2)
-    first.save_state(tmp_path / "state")
-    resumed.load_state(tmp_path / "state")
-    assert part + loop(resumed) == whole and len(set(whole)) > len(whole) / 2
-    assert torch.equal(resumed.parts.arena.weights, straight.parts.arena.weights)

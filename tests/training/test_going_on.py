@@ -107,27 +107,6 @@ def test_each_epoch_is_saved_without_validation(tiny_folder, tmp_path: Path, mon
     assert made == last
 
 
-def test_the_clock_saves(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of five minutes: every third is saved."""
-    minutes, made = 0.0, saves(monkeypatch)
-
-    class Slow(HostPipeline):
-        def step(self, *args: Any, **named: Any) -> None:
-            nonlocal minutes
-            super().step(*args, **named)
-            minutes += 5
-
-    monkeypatch.setattr(parts, "pipeline_for", lambda step, graph: Slow(step))
-    monkeypatch.setattr(checkpoints, "_minutes", lambda: minutes)
-    more = {"val_split": 0.0, "save_every": 0, "tokens_per_step": 64, "epochs": 1}
-    config = settings(tiny_folder("llama-shallow"), tmp_path / "run", **more)
-    total = train(config, console=QUIET).steps
-    assert total >= 7 and made == [*range(3, total, 3), total]
-    made.clear()
-    train(config.replace(out=str(tmp_path / "off"), save_minutes=0), console=QUIET)
-    assert made == [total]
-
-
 def test_the_log_is_on_the_disk_before_a_checkpoint_and_old_ones_go_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a checkpoint could hold steps that the log has lost, or the last good one go for one that fails."""
     done: list[Any] = []

@@ -220,12 +220,6 @@ def test_a_short_captured_step_is_profiled_in_turns_with_steps_between(tmp_path:
     assert run.documents[26]["floor_ms"] == 6.0 and len(run.hook.profile.plain) == 2
 
 
-def test_without_profile_every_no_step_is_profiled_and_none_is_waited_for(tiny_folder, tmp_path: Path) -> None:
-    events = run_of(tiny_folder("llama-shallow"), tmp_path / "run", max_steps=3)
-    assert "profile" not in {event["event"] for event in events}
-    assert not (tmp_path / "run" / "profile.json").exists()
-
-
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "mlflow"])
 def test_a_tracker_that_is_not_installed_is_one_sentence(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

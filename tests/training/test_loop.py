@@ -163,12 +163,6 @@ def test_graph_and_recompute_may_change_on_a_resume(tiny_folder, tmp_path: Path)
     assert figures(run) == figures(straight) and adapter_bytes(run) == adapter_bytes(straight)
 
 
-@pytest.mark.parametrize("seed", [0, 2**63 - 1])
-def test_every_seed_draws_masks(seed: int, tiny_folder, tmp_path: Path) -> None:
-    run = train(settings(tiny_folder("llama-shallow"), tmp_path / "run", seed=seed, max_steps=2), console=QUIET).folder
-    assert len(steps(read_events(run / "metrics.jsonl"))) == 2
-
-
 def test_offload_wants_a_gpu(tiny_folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = write_data(tmp_path / "data.jsonl")
     line = ["train", str(tiny_folder("llama-shallow")), str(data), "--device", "cpu", "--recompute", "offload"]

@@ -147,20 +147,6 @@ def test_a_weight_that_is_not_finite_is_named_and_not_saved(
     assert not (tmp_path / "ends" / "adapter").exists()
 
 
-def test_the_rows_that_are_named_are_those_of_the_bad_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a micro-batch with three of them; all of them where the number is no document's own."""
-    held = SimpleNamespace(plan=lambda epoch: [[[4, 7, 9]]], bins=lambda *_: [0], examples=None, layout=None)
-    session = SimpleNamespace(runtime=SimpleNamespace(device="cpu"), step=None)
-    state: Any = SimpleNamespace(parts=session, config=Config.of({"data": "d.jsonl"}))
-    watching = Guard(held, Any, 3, False)  # type: ignore[arg-type]
-    monkeypatch.setattr(Guard, "_before", lambda self, state: checkpoint.Progress())
-    monkeypatch.setattr(guard, "take", lambda _, indices: [SimpleNamespace(row=10 * index) for index in indices])
-    monkeypatch.setattr(guard, "pack", lambda examples, layout: torch.zeros(1))
-    for documents, rows in (([1], "row 70"), ([0, 2], "rows 40, 90"), (None, "rows 40, 70, 90")):
-        monkeypatch.setattr(guard, "first_not_finite", lambda *_, at=documents: NotFinite("the loss", at))
-        assert watching._not_finite(state) == f"the loss is the first, in {rows} of d.jsonl"
-
-
 def test_a_row_of_the_last_layer_is_its_own_documents() -> None:
     """That layer computes only the rows that are learnt from: their numbers are not those of the tokens."""
     batch = injected.batches(0, fixed=False)[0]
@@ -172,18 +158,6 @@ def test_a_row_of_the_last_layer_is_its_own_documents() -> None:
         tape = _CheckingTape(batch, None)  # type: ignore[arg-type]
         tape.check(stream, "it", batch.rows)
         assert tape.found == [NotFinite("the output of it", [max(d for d, at in enumerate(starts) if at <= token)])]
-
-
-def test_the_place_before_the_first_skipped_step_is_one_that_a_resume_takes() -> None:
-    """What was evaluated since then, and may have been the best, were the weights of that place."""
-    now = checkpoint.Progress(8, 1, 2, 8, last_eval=7, first_loss=3.0, best_loss=2.0, best_step=7, stale=1)
-    session = SimpleNamespace(step=SimpleNamespace(count=4))
-    state: Any = SimpleNamespace(progress=now, epoch_steps=(6, 6), parts=session)
-    watching = Guard(Any, Any, 3, False)  # type: ignore[arg-type]
-    watching.first_skipped = {"step": 5, "epoch": 0}
-    before = watching._before(state)
-    assert before == checkpoint.Progress(4, 0, 4, 4, last_eval=4, first_loss=3.0, best_loss=2.0, best_step=4, stale=1)
-    checkpoint.check_place(Path(), before, (6, 6))
 
 
 # What is noticed

@@ -187,15 +187,6 @@ def test_a_session_that_trains_nothing_enters_what_it_has_taken(ledger, tiny_fol
     assert ledger.reservations() == []
 
 
-def test_a_run_repairs_a_damaged_ledger(ledger, tiny_folder, tmp_path) -> None:
-    ledger.check()
-    ledger.path.write_text("garbage")
-    errors = io.StringIO()
-    train(settings(tiny_folder, tmp_path / "run"), console=Console(stderr=errors))
-    assert errors.getvalue().count("was damaged and moved to") == 1 and (tmp_path / "run" / "adapter").is_dir()
-    assert ledger.reservations() == []
-
-
 def test_a_ledger_that_cannot_be_written_is_said(tiny_folder, tmp_path, monkeypatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("GRAFTUNE_LEDGER", str(tmp_path / "file" / "ledger"))

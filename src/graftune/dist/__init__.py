@@ -1,2 +1,2 @@
-"""Runs of several processes: how they meet (world.py), sum gradients (reduce.py), share the base and watch each
-other."""
+"""Runs of several processes: how they meet and sum gradients (world.py), share the base (shard.py) and watch
+each other (watch.py)."""

@@ -113,6 +113,14 @@ class World:
         dist.broadcast(held, 0, group=self.host)
         return json.loads(bytes(held.numpy()))
 
+    def add_up(self, sums: torch.Tensor) -> None:
+        """Sum a flat buffer over all ranks, in place: every rank ends with the same bits.
+
+        All trainable weights are in one buffer, so one all-reduce is enough, without the buckets and hooks that a list
+        of parameters needs. Over NCCL it is a node of the captured update. Gloo works on the host: there it runs
+        between the graphs, and the host waits for it."""
+        dist.all_reduce(sums, group=self.group)
+
     def spread(self, tensor: torch.Tensor) -> None:
         """Copy rank 0's content of the tensor to every rank."""
         dist.broadcast(tensor, 0, group=self.group)

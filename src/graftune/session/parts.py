@@ -18,7 +18,6 @@ import torch
 from graftune.batch import BatchLayout, Example
 from graftune.data.loader import Loader
 from graftune.data.pack import Capacities
-from graftune.dist.reduce import GradientReduce
 from graftune.dist.world import World
 from graftune.errors import GraftuneError
 from graftune.infer.cache import CacheSize
@@ -207,7 +206,7 @@ class Parts:
             eager_backend=self.eager_attention,
             loss=self.loss,
             tuned=self.fixed_shapes and not config.train.deterministic,  # nothing may depend on timing then
-            reduce=None if self.world is None else GradientReduce(self.world),
+            reduce=self.world,
             start=self.start_of(self.loss),
         )
 

@@ -207,7 +207,7 @@ class Step:
     def _add_up_ranks(self, reduce: Reduce) -> None:
         spans.phase("update", operation="sum over ranks")
         self.tail.fill()
-        reduce(self.arena.sums)
+        reduce.add_up(self.arena.sums)
         self.tail.report(self.report[self.own_figures.stop :])
 
     def signals(self, report: Sequence[float]) -> RankSignals:

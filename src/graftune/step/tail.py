@@ -29,9 +29,10 @@ class Reduce(Protocol):
     """Sums a flat buffer over `size` ranks. `captured`: a CUDA graph can capture the call."""
 
     size: int
-    captured: bool
 
-    def __call__(self, sums: torch.Tensor) -> None: ...
+    @property
+    def captured(self) -> bool: ...
+    def add_up(self, sums: torch.Tensor) -> None: ...
 
 
 class RankSignals(NamedTuple):
