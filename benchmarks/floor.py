@@ -7,7 +7,9 @@ src/graftune/step/floor.py says what is in it and how it is timed; `graftune pro
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +20,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.cases import BLOCKS, Case
 
 from graftune.kernels.nf4 import VALUE_BYTES
-from graftune.step.floor import SUSTAIN_S, Heads, Layer, Work, flops, measured, plan, unpacked_bytes
+from graftune.model.families import from_config
+from graftune.step.floor import SUSTAIN_S, Op, Work, layers_of, measured, plan, size_of
 
 
 def work_of(case: Case) -> Work:
     """One micro-batch of a case."""
-    shape = case.shape
-    layer = Layer(
-        (("qkv", (shape.qkv, shape.width)),),
-        Heads(shape.heads, shape.kv_heads, shape.head_width),
-        (
-            ("o", (shape.width, shape.heads * shape.head_width)),
-            ("gate_up", (2 * shape.ffn, shape.width)),
-            ("down", (shape.width, shape.ffn)),
-        ),
-    )
+    spec = from_config(case.shape.settings, case.name)
     return Work(
-        (layer,) * shape.layers,
-        (shape.vocab, shape.width),
+        layers_of(spec),
+        (spec.vocab, spec.width),
         case.micro_tokens,
         case.responses,
         (case.length,) * case.rows,
@@ -43,6 +37,17 @@ def work_of(case: Case) -> Work:
         packed_bytes=packed_bytes(case),
         fp8=case.base == "fp8",
     )
+
+
+def flops(work: Work, ops: Sequence[Op]) -> float:
+    """Of one micro-batch. Causal attention counts half its square: two products forward, five backward."""
+    total, pairs = 0.0, sum(length**2 for length in work.lengths) / 2
+    for op in ops:
+        if op.name and op.kind != "unpack":
+            total += 2.0 * op.rows * math.prod(size_of(work, op))
+        elif heads := work.layers[op.layer].heads if not op.name else None:
+            total += 2 * pairs * heads.width * heads.query * (2 if op.kind == "attend" else 5)
+    return total
 
 
 def packed_bytes(case: Case) -> float:
@@ -60,9 +65,7 @@ def packed_bytes(case: Case) -> float:
 def measure_floor(case: Case, device: torch.device, steps: int, sustain: float = SUSTAIN_S) -> dict[str, Any]:
     work = work_of(case)
     ms, note = measured(work, device, steps, sustain, case.micro, lambda text: print(text, flush=True))
-    done, moved = flops(work, plan(work)) * case.micro, unpacked_bytes(work, plan(work)) * case.micro
-    if moved:
-        note += f", {moved / 1e9:.1f} GB of codes and values moved"
+    done = flops(work, plan(work)) * case.micro
     if case.base == "fp8":
         note += ", projections in fp8"
     return {

@@ -30,12 +30,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cases import SHAPES, Case, Shape, parse
-from benchmarks.floor import work_of
+from benchmarks.floor import flops, work_of
 
 from benchmarks import measure
 from graftune.dist.shard import PIECE
 from graftune.kernels.nf4 import VALUE_BYTES
-from graftune.step.floor import flops, plan
+from graftune.step.floor import plan
 
 RECORD = measure.RESULTS / "h200.json"
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)

@@ -22,7 +22,7 @@ from graftune.dist.shard import shards_of
 from graftune.dist.world import join
 from graftune.infer.sample import Sampling
 from graftune.losses import Anchored
-from graftune.model.bundles import BundleStorage
+from graftune.model.bundles import Bundles, BundleStorage
 from graftune.model.lora import build_arena, initialise
 from graftune.ranks import from_environment
 from graftune.runtime import resolve
@@ -45,6 +45,14 @@ CASES = {  # model, base_dtype; products in fp32, which every CPU has units for
     "gguf": ("blocks.gguf", "keep"),
 }
 EXAMPLES = [Example([5, 60, 7, 8, 9, 10, 11], [0, 0, 1, 1, 1, 1, 1]), Example([15, 16, 17, 18], [0, 1, 1, 1])]
+
+
+def kept_bytes(bundles: Bundles) -> int:
+    return sum(kept.nbytes for bundle in bundles.bundles.values() for kept in bundle.kept)
+
+
+def buffer_bytes(bundles: Bundles) -> int:
+    return sum(buffer.flat.nbytes for buffer in {id(b): b for b in bundles.buffers.values()}.values())
 
 
 def write_models(folder: Path) -> None:
@@ -135,7 +143,7 @@ def main(place: str) -> int:
     for case in CASES:
         ours = made(folder, case, shards_of(world, torch.device("cpu")))
         bundles = ours.decoder.bundles
-        facts[case] = {"kept": bundles.kept_bytes, "buffers": bundles.buffer_bytes}
+        facts[case] = {"kept": kept_bytes(bundles), "buffers": buffer_bytes(bundles)}
         save_file(results(ours, case), folder / f"{case}-{ranks.rank}.safetensors")
     (folder / f"facts-{ranks.rank}.json").write_text(json.dumps(facts))
     session = open_session(settings(folder, shard_base="yes"), world=world)

@@ -156,7 +156,7 @@ def test_quantise_adapters(request, device, size, turned):
     """All groups at once: figures and codes as the reference's."""
     groups = GROUPS if size == 1.0 else GROUPS[2:]
     want = [share_of(adapters(o, i, r, c, size=size), o, "cpu", turned=turned) for r, c, o, i in groups]
-    reference.quantise_adapters(want)
+    reference.quantise_adapters(want, {})
     request.getfixturevalue("kernels_on")
     got = [share_of(adapters(o, i, r, c, size=size, device=device), o, device, turned=turned) for r, c, o, i in groups]
     tables: dict[str, torch.Tensor] = {}
@@ -177,7 +177,7 @@ def test_codes_follow_the_adapters(kernels_on, device):
     for share in (got, want):
         share.up.mul_(-5)
     fp8.quantise_adapters([got], tables)
-    reference.quantise_adapters([want])
+    reference.quantise_adapters([want], {})
     assert not same(got.beside, before) and all(tables[name] is table for name, table in kept.items())
     neighbours(got.beside, want.beside)
 

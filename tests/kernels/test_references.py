@@ -7,7 +7,6 @@ from itertools import accumulate
 import pytest
 import torch
 
-from graftune.errors import GraftuneError
 from graftune.kernels import attention, linear_cross_entropy, lora_linear, rms_norm, swiglu
 from graftune.kernels.attention import reference as attention_reference
 
@@ -156,28 +155,6 @@ def test_attention_in_bf16(lengths):
     close(out, want, torch.bfloat16)
     for got, expected in zip(grads, right, strict=True):
         close(got, expected, torch.bfloat16)
-
-
-@pytest.mark.parametrize("shape", [(5, 12), (2, 5, 12)])
-def test_lora_backward_on_its_own(shape):
-    x, down, up, scale = torch.randn(shape), torch.randn(3, 12), torch.randn(7, 3), 2.5
-    g = torch.randn(*shape[:-1], 7)
-    down_, up_ = down.clone().requires_grad_(), up.clone().requires_grad_()
-    (scale * (x @ down_.t()) @ up_.t()).backward(g)
-    grad_down, grad_up = lora_linear.backward(g, x, down, up, scale)
-    close(grad_down, down_.grad, torch.float32)
-    close(grad_up, up_.grad, torch.float32)
-
-
-def test_lora_backward_refuses_shapes_that_do_not_fit():
-    x, down, up = torch.randn(5, 12), torch.randn(3, 12), torch.randn(7, 3)
-    for bad in (
-        (torch.randn(5, 6), x, down, up),
-        (torch.randn(5, 7), torch.randn(12), down, up),
-        (torch.randn(5, 7), x, down, torch.randn(7, 4)),
-    ):
-        with pytest.raises(GraftuneError, match="it must be"):
-            lora_linear.backward(*bad, 1.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.floor import flops
 
 from graftune import spans
 from graftune.api import train
@@ -352,7 +353,7 @@ def test_the_operations_of_a_step_are_those_of_its_floor(full: bool) -> None:
     spec = from_config(settings, "tiny")
     lengths = (8, 24)
     work = floor.Work(floor.layers_of(spec), (spec.vocab, spec.width), 32, 20, lengths, full=full)
-    wanted = floor.flops(work, floor.plan(work))
+    wanted = flops(work, floor.plan(work))
     assert StepFlops.of(spec, np.array(lengths), full=full)(32, 20) == pytest.approx(wanted)
 
 

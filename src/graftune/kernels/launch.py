@@ -99,11 +99,11 @@ def fused(x: torch.Tensor) -> bool:
     return on_gpu(x) and x.numel() > 0
 
 
-def implementation(reference: ModuleType, x: torch.Tensor) -> Any:
-    """The module to call for x: kernel.py next to the reference if a Triton kernel computes, else the reference."""
+def implementation(reference: ModuleType, x: torch.Tensor, kernels: str = "kernel") -> Any:
+    """The module to call for x: `kernels` next to the reference if a Triton kernel computes, else the reference."""
     if not fused(x):
         return reference
-    return importlib.import_module(reference.__name__.removesuffix("reference") + "kernel")
+    return importlib.import_module(reference.__name__.removesuffix("reference") + kernels)
 
 
 def augments(device: torch.device) -> bool:

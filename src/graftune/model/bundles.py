@@ -158,14 +158,6 @@ class Bundles:
         """Whether every rank has to run every pass, because a fetch is a collective operation."""
         return self.storage.collective
 
-    @property
-    def kept_bytes(self) -> int:
-        return sum(kept.nbytes for bundle in self.bundles.values() for kept in bundle.kept)
-
-    @property
-    def buffer_bytes(self) -> int:
-        return sum(buffer.flat.nbytes for buffer in {id(b): b for b in self.buffers.values()}.values())
-
     def add(self, key: Key, weights: Sequence[Movable]) -> None:
         held: list[torch.Tensor] = []
 

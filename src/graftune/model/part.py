@@ -171,9 +171,6 @@ class CacheBytes(NamedTuple):
 
 
 class MixerSpec(PartSpec):
-    def build(self, make: PartPlacer) -> Mixer[Any]:
-        raise NotImplementedError
-
     def new_cache(self, sequences: int, capacity: int, device: torch.device, dtype: torch.dtype) -> LayerCache:
         """What generation keeps of a layer's past, for so many sequences of at most `capacity` tokens."""
         raise NotImplementedError
@@ -184,8 +181,7 @@ class MixerSpec(PartSpec):
 
 
 class FeedForwardSpec(PartSpec):
-    def build(self, make: PartPlacer) -> FeedForward[Any]:
-        raise NotImplementedError
+    """The spec of a feed-forward."""
 
 
 class PartPlacer(Protocol):

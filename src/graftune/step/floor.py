@@ -144,23 +144,6 @@ def size_of(work: Work, op: Op) -> Size:
     return work.head if op.name == HEAD else dict(work.layers[op.layer].products)[op.name]
 
 
-def unpacked_bytes(work: Work, ops: Sequence[Op]) -> float:
-    """Read and written by all unpacking of one micro-batch."""
-    values = sum(math.prod(size_of(work, op)) for op in ops if op.kind == "unpack")
-    return values * (work.packed_bytes + 2)
-
-
-def flops(work: Work, ops: Sequence[Op]) -> float:
-    """Of one micro-batch. Causal attention counts half its square: two products forward, five backward."""
-    total, pairs = 0.0, sum(length**2 for length in work.lengths) / 2
-    for op in ops:
-        if op.name and op.kind != "unpack":
-            total += 2.0 * op.rows * math.prod(size_of(work, op))
-        elif heads := work.layers[op.layer].heads if not op.name else None:
-            total += 2 * pairs * heads.width * heads.query * (2 if op.kind == "attend" else 5)
-    return total
-
-
 @dataclass
 class Floor:
     """The buffers of the products, and the products themselves."""

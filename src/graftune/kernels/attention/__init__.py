@@ -14,6 +14,7 @@ the backend's layout, empty where the backward recomputes it.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,9 +24,9 @@ from typing import Any, NamedTuple
 import torch
 
 from graftune.kernels import launch
-from graftune.kernels.attention import flash_cpu, reference
 
-SHORT = 128  # average tokens per document below which the fused CPU backward is slower in bf16
+# The module of each backend. All have forward and backward; `grad_buffers`, where gradients need buffers of their own.
+MODULES = {"cpu": "cpu", "flash": "flash", "cudnn": "cudnn_frontend", "mixed": "mixed", "triton": "kernel"}
 
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -132,28 +133,10 @@ def forward(
 
     Writes to `out` if given, with any row stride, or to a new contiguous tensor.
     """
-    _check(q, k, v)
-    if backend == "flash":
-        from graftune.kernels.attention import flash
-
-        assert not cap, "flash kernels know no soft cap"
-        return flash.forward(q, k, v, docs, scale, window, out)
     out = q.new_empty(q.shape) if out is None else out
+    _check(q, k, v)
     _check(out, k, v)
-    if backend == "cpu":
-        lengths = _lengths(docs, q)
-        if _fused(q, window, cap):
-            return out, flash_cpu.forward(q, k, v, lengths, scale, out)
-        return reference.forward(q, k, v, lengths, scale, window, out, cap), q.new_empty(0)
-    if backend in ("cudnn", "mixed"):
-        from graftune.kernels.attention import cudnn_frontend
-
-        assert not window and not cap, "cuDNN's plans know no window and no soft cap"
-        return out, cudnn_frontend.forward(q, k, v, docs, scale, out)
-    from graftune.kernels.attention import kernel
-
-    assert backend == "triton", backend
-    return out, kernel.forward(q, k, v, docs, scale, window, out, cap)
+    return out, _module(backend).forward(q, k, v, docs, scale, window, out, cap)
 
 
 @launch.operation("attention")
@@ -179,41 +162,18 @@ def backward(
     _check(grad_out, k, v)
     assert grad_out.shape == out.shape == q.shape == grads[0].shape, (grad_out.shape, out.shape, q.shape)
     assert grads[1].shape == k.shape or backend in ("triton", "mixed"), (grads[1].shape, k.shape)
-    if backend == "cpu":
-        lengths = _lengths(docs, q)
-        short = q.dtype == torch.bfloat16 and len(q) < SHORT * sum(length > 0 for length in lengths)
-        if _fused(q, window, cap) and not short:
-            return flash_cpu.backward(grad_out, q, k, v, out, stats, lengths, scale, grads)
-        return reference.backward(grad_out, q, k, v, out, lengths, scale, window, grads, cap)
-    if backend == "cudnn":
-        from graftune.kernels.attention import cudnn_frontend
-
-        assert not window and not cap, "cuDNN's plans know no window and no soft cap"
-        return cudnn_frontend.backward(grad_out, q, k, v, out, stats, docs, scale, grads)
-    if backend == "flash":
-        from graftune.kernels.attention import flash
-
-        assert not cap, "flash kernels know no soft cap"
-        return flash.backward(grad_out, q, k, v, out, stats, docs, scale, window, grads)
-    from graftune.kernels.attention import kernel
-
-    assert backend in ("triton", "mixed"), backend
-    stats_of_cudnn = backend == "mixed"
-    return kernel.backward(grad_out, q, k, v, out, stats, docs, scale, window, grads, cap, by_token=stats_of_cudnn)
+    _module(backend).backward(grad_out, q, k, v, out, stats, docs, scale, window, grads, cap)
 
 
 def grad_buffers(q: torch.Tensor, k: torch.Tensor, backend: str) -> Grads | None:
     """The buffers that the backend needs for dq, dk and dv; None: the caller may pass any. dk and dv may be [T, N, H]
     in fp32: then the caller has to sum those of the query heads that share a key head."""
-    if backend == "cudnn":
-        from graftune.kernels.attention import cudnn_frontend
+    make = getattr(_module(backend), "grad_buffers", None)
+    return None if make is None else make(q, k)
 
-        return cudnn_frontend.grad_buffers(q, k)
-    if backend in ("triton", "mixed"):
-        from graftune.kernels.attention import kernel
 
-        return kernel.grad_buffers(q, k)
-    return None
+def _module(backend: str) -> Any:
+    return importlib.import_module(f"graftune.kernels.attention.{MODULES[backend]}")
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -222,12 +182,3 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     width = q.shape[2]
     for x in (q, k, v):
         assert x.shape[2] == width and x.stride(2) == 1 and (x.stride(1) == width or x.shape[1] == 1), x.stride()
-
-
-def _lengths(docs: Documents, q: torch.Tensor) -> tuple[int, ...]:
-    assert docs.lengths is not None and sum(docs.lengths) == len(q), (docs.lengths, len(q))
-    return docs.lengths
-
-
-def _fused(q: torch.Tensor, window: int, cap: float) -> bool:
-    return launch.kind_of(q) == "cpu" and not window and not cap

@@ -91,9 +91,11 @@ def lacks(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, docs: Documents, scale: float, out: torch.Tensor
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, docs: Documents, scale: float, window: int, out: torch.Tensor,
+    cap: float,
+) -> torch.Tensor:  # fmt: skip
     """Write out [T, N, H]; returns the log-sum-exp of the scores [T, N]."""
+    assert not window and not cap, "the plans have no window and no soft cap"
     tokens, heads, _ = q.shape
     stats = q.new_empty((tokens, heads), dtype=torch.float32)
     strides = _strides(q, k, v, out)
@@ -113,8 +115,11 @@ def backward(
     stats: torch.Tensor,
     docs: Documents,
     scale: float,
+    window: int,
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    cap: float,
 ) -> None:
+    assert not window and not cap, "the plans have no window and no soft cap"
     heads = q.shape[1]
     dq, dk, dv = grads
     assert (len(q) == 1 or dq.stride() == q.stride()) and dk.is_contiguous() and dv.is_contiguous(), "see grad_buffers"

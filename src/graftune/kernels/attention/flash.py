@@ -43,14 +43,17 @@ def forward(
     docs: Documents,
     scale: float,
     window: int,
-    out: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [T, N, H], log-sum-exp of the scores [N, T])."""
+    out: torch.Tensor,
+    cap: float,
+) -> torch.Tensor:
+    """Write out [T, N, H]; returns the log-sum-exp of the scores [N, T]."""
+    assert not window and not cap, "windows and soft caps are our own kernels'"
     longest = _longest(docs)
     made, stats, *_ = _forward(
-        q, k, v, docs.cu_seqlens, docs.cu_seqlens, longest, longest, 0.0, True, False, scale=scale, **_sides(window)
+        q, k, v, docs.cu_seqlens, docs.cu_seqlens, longest, longest, 0.0, True, False, scale=scale
     )
-    return (made if out is None else out.copy_(made)), stats
+    out.copy_(made)
+    return stats
 
 
 def backward(
@@ -64,13 +67,15 @@ def backward(
     scale: float,
     window: int,
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    cap: float,
 ) -> None:
+    assert not window and not cap, "windows and soft caps are our own kernels'"
     longest, seqlens = _longest(docs), docs.cu_seqlens
     # The operator requires dropout's random state and does not read it: there is no dropout.
     state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     found = _backward(
         grad_out, q, k, v, out, stats, seqlens, seqlens, longest, longest, 0.0, True, state, unused,
-        scale=scale, **_sides(window),
+        scale=scale,
     )  # fmt: skip
     for grad, value in zip(grads, found, strict=True):
         grad.copy_(value)
@@ -79,9 +84,3 @@ def backward(
 def _longest(docs: Documents) -> int:
     """A bound of at least 2: with 1, the kernel expects exactly one token in every document, even in empty slots."""
     return max(docs.longest, 2)
-
-
-def _sides(window: int) -> dict[str, int]:
-    """The window's size to the left and right of a token, by name because older versions of torch have fewer
-    arguments."""
-    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}

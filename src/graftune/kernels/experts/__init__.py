@@ -18,32 +18,18 @@ __all__ = ["Starts", "add_multiplied_", "add_products_", "multiply"]
 def multiply(x: torch.Tensor, weight: torch.Tensor, starts: Starts) -> torch.Tensor:
     """y [S, out]: each row times the weight of its expert."""
     assert x.dim() == 2 and weight.shape[2] == x.shape[1] and len(starts.at) == len(weight) + 1
-    if launch.fused(x):
-        from graftune.kernels.experts import kernel
-
-        return kernel.multiply(x, weight, starts.at, x.new_empty(len(x), weight.shape[1]), 1.0, add=False)
-    return reference.multiply(x, weight, starts)
+    return launch.implementation(reference, x).multiply(x, weight, starts)
 
 
 @launch.operation("adapters")
 def add_multiplied_(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, starts: Starts, scale: float) -> None:
     """y += scale * the same."""
     assert y.shape == (len(x), weight.shape[1]) and weight.shape[2] == x.shape[1] and len(starts.at) == len(weight) + 1
-    if launch.fused(x):
-        from graftune.kernels.experts import kernel
-
-        kernel.multiply(x, weight, starts.at, y, scale, add=True)
-    else:
-        reference.add_multiplied_(y, x, weight, starts, scale)
+    launch.implementation(reference, x).add_multiplied_(y, x, weight, starts, scale)
 
 
 @launch.operation("weight gradients")
 def add_products_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, starts: Starts, scale: float = 1.0) -> None:
     """total [E, M, N] (fp32) += scale * a_e' b_e, a [S, M] and b [S, N]."""
     assert total.shape == (len(starts.at) - 1, a.shape[1], b.shape[1]) and len(a) == len(b)
-    if launch.fused(a):
-        from graftune.kernels.experts import kernel
-
-        kernel.add_products_(total, a, b, starts.at, scale)
-    else:
-        reference.add_products_(total, a, b, starts, scale)
+    launch.implementation(reference, a).add_products_(total, a, b, starts, scale)

@@ -14,11 +14,22 @@ import triton
 import triton.language as tl
 
 from graftune.kernels import launch
+from graftune.kernels.experts.reference import Starts
 
 
-def multiply(
+def multiply(x: torch.Tensor, weight: torch.Tensor, starts: Starts) -> torch.Tensor:
+    out = x.new_empty(len(x), weight.shape[1])
+    launch_multiply(x, weight, starts.at, out, 1.0, add=False)
+    return out
+
+
+def add_multiplied_(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, starts: Starts, scale: float) -> None:
+    launch_multiply(x, weight, starts.at, y, scale, add=True)
+
+
+def launch_multiply(
     x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor, out: torch.Tensor, scale: float, *, add: bool
-) -> torch.Tensor:
+) -> None:
     rows, (experts, width, depth) = len(x), weight.shape
     exact = x.dtype == torch.float32
     bm, bn = 32 if exact else 64, min(launch.power_of_two(width, 16), 64 if exact else 128)
@@ -27,15 +38,14 @@ def multiply(
         x, weight, starts, out, scale, width, depth, x.stride(0), x.stride(1), *weight.stride(), out.stride(0),
         E=experts, BE=launch.power_of_two(experts), BM=bm, BN=bn, BK=bk, ADD=add, num_warps=4, num_stages=3,
     )  # fmt: skip
-    return out
 
 
-def add_products_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, starts: torch.Tensor, scale: float) -> None:
+def add_products_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, starts: Starts, scale: float) -> None:
     experts, height, width = total.shape
     exact = a.dtype == torch.float32
     bm, bn = (min(launch.power_of_two(n, 16), 32 if exact else 64) for n in (height, width))
     _add_products[(experts, triton.cdiv(height, bm), triton.cdiv(width, bn))](
-        total, a, b, starts, scale, height, width, *total.stride(), a.stride(0), b.stride(0),
+        total, a, b, starts.at, scale, height, width, *total.stride(), a.stride(0), b.stride(0),
         BM=bm, BN=bn, BK=32 if exact else 64, num_warps=4, num_stages=3,
     )  # fmt: skip
 

@@ -102,11 +102,7 @@ def quantise(
     what the adapters lay beside (`AdapterCodes`), times `slack`."""
     assert x.shape == codes.shape and x.stride(1) == codes.stride(1) == 1 and codes.dtype == E4M3
     assert factor is None or (factor.shape == x.shape[1:] and factor.is_contiguous())
-    if launch.fused(x):
-        from graftune.kernels.fp8 import kernel
-
-        return kernel.quantise(x, codes, factor, reach, slack)
-    return reference.quantise(x, codes, factor, _times(reach, slack))
+    return launch.implementation(reference, x).quantise(x, codes, factor, reach, slack)
 
 
 @launch.operation("adapters")
@@ -136,12 +132,8 @@ def transpose(codes: torch.Tensor, out: torch.Tensor) -> None:
 @launch.operation("adapters to their weights")
 def quantise_adapters(groups: Sequence[AdapterCodes], tables: dict[str, torch.Tensor]) -> None:
     """Brings the codes of adapters and their figures up to date; three launches on a GPU."""
-    if groups and launch.fused(groups[0].down):
-        from graftune.kernels.fp8 import adapters
-
-        adapters.quantise_adapters(groups, tables)
-    else:
-        reference.quantise_adapters(groups)
+    if groups:
+        launch.implementation(reference, groups[0].down, "adapters").quantise_adapters(groups, tables)
 
 
 @launch.operation("adapters")
@@ -209,11 +201,7 @@ def norm(
     """x, y [T, D] -> (s = x + y, rstd [T], scale [T]); norm(s) goes to codes [T, D]. y is overwritten by the sum."""
     assert x.is_contiguous() and (y is None or (y.shape == x.shape and y.is_contiguous()))
     assert codes.shape == x.shape and codes.stride(1) == 1
-    if launch.fused(x):
-        from graftune.kernels.fp8 import norms
-
-        return norms.norm(x, y, weight, eps, codes, reach)
-    return reference.norm(x, y, weight, eps, codes, reach)
+    return launch.implementation(reference, x, "norms").norm(x, y, weight, eps, codes, reach)
 
 
 @launch.operation("norm")
@@ -233,22 +221,15 @@ def norm_backward(
     projection that wrote the stream. Returns their scale [T]."""
     assert x.is_contiguous() and grad_y.stride(1) == residual.stride(1) == out.stride(1) == codes.stride(1) == 1
     assert grad_y.shape == residual.shape == out.shape == codes.shape == x.shape and factor.shape == x.shape[1:]
-    if launch.fused(x):
-        from graftune.kernels.fp8 import norms
-
-        return norms.norm_backward(grad_y, x, rstd, weight, residual, out, codes, factor, reach)
-    return reference.norm_backward(grad_y, x, rstd, weight, residual, out, codes, factor, reach)
+    implementation = launch.implementation(reference, x, "norms")
+    return implementation.norm_backward(grad_y, x, rstd, weight, residual, out, codes, factor, reach)
 
 
 @launch.operation("gated unit")
 def act(gate_up: torch.Tensor, codes: torch.Tensor, *, reach: torch.Tensor | None = None) -> torch.Tensor:
     """SwiGLU of gate_up [T, 2F] into codes [T, F]; returns the scale [T]."""
     assert gate_up.is_contiguous() and gate_up.shape == (len(codes), 2 * codes.shape[1]) and codes.stride(1) == 1
-    if launch.fused(gate_up):
-        from graftune.kernels.fp8 import gated
-
-        return gated.act(gate_up, codes, reach)
-    return reference.act(gate_up, codes, reach)
+    return launch.implementation(reference, gate_up, "gated").act(gate_up, codes, reach)
 
 
 @launch.operation("gated unit")
@@ -265,11 +246,7 @@ def act_backward(
     """swiglu.backward; out times `factor` [2F] goes to codes [T, 2F]. Returns their scale [T]."""
     assert gate_up.is_contiguous() and gate_up.shape == out.shape == codes.shape and grad.shape == act.shape
     assert grad.stride(1) == out.stride(1) == act.stride(1) == codes.stride(1) == 1 and factor.shape == out.shape[1:]
-    if launch.fused(grad):
-        from graftune.kernels.fp8 import gated
-
-        return gated.act_backward(grad, gate_up, out, act, codes, factor, reach)
-    return reference.act_backward(grad, gate_up, out, act, codes, factor, reach)
+    return launch.implementation(reference, grad, "gated").act_backward(grad, gate_up, out, act, codes, factor, reach)
 
 
 @launch.operation("rope")
@@ -294,7 +271,3 @@ def rope_backward(
             return rotary.rope_backward(grads, grad_qkv, cos, sin, heads, codes, factor, reach)
     rope.finish_backward(grads, grad_qkv, cos, sin, heads, grad_qkv.new_empty(0))
     return quantise(grad_qkv, codes, factor=factor, reach=reach)
-
-
-def _times(reach: torch.Tensor | None, slack: float) -> torch.Tensor | None:
-    return None if reach is None else reach * slack

@@ -90,10 +90,10 @@ def encode(x32: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
 
 
 def quantise(
-    x: torch.Tensor, codes: torch.Tensor, factor: torch.Tensor | None, reach: torch.Tensor | None
+    x: torch.Tensor, codes: torch.Tensor, factor: torch.Tensor | None, reach: torch.Tensor | None, slack: float = 1.0
 ) -> torch.Tensor:
     x32 = x.float() if factor is None else x.float() * factor
-    scale = scale_of(x32, reach)
+    scale = scale_of(x32, None if reach is None else reach * slack)
     codes.copy_(encode(x32, scale.reciprocal().unsqueeze(1)))
     return scale
 
@@ -129,7 +129,7 @@ def power(x: torch.Tensor) -> torch.Tensor:
     return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
-def quantise_adapters(groups: Sequence[AdapterCodes]) -> None:
+def quantise_adapters(groups: Sequence[AdapterCodes], tables: dict[str, torch.Tensor]) -> None:
     """Brings each group's figures and its codes beside and below the weight up to date."""
     for group in groups:
         _quantise(group)

@@ -25,8 +25,8 @@ def clip(
     report: torch.Tensor,
     factors: torch.Tensor,
     ok: torch.Tensor,
-    scaler_state: torch.Tensor | None = None,
-    partials: torch.Tensor | None = None,
+    scaler_state: torch.Tensor | None,
+    partials: torch.Tensor,
 ) -> None:
     """Read the summed gradient once and write everything that the update needs, on the device.
 
@@ -38,23 +38,11 @@ def clip(
     factors [segments] fp32: written: the factors for the summed gradient
     ok [] bool: written: whether norm and loss are finite
     scaler_state [2] fp32: loss scale and good updates since it changed; the scale is read, then updated
-    partials [blocks] fp32: scratch of the kernels, allocated if not given
+    partials [blocks] fp32: scratch of the kernels
     """
-    assert grads.dtype == torch.float32 and grads.dim() == 1 and grads.is_contiguous()
-    assert all(span.stop <= len(grads) for span in table.spans)
-    assert row.shape == (7,) and row.dtype == torch.float32 and row.is_contiguous()
-    assert report.shape == (3,) and report.dtype == torch.float32 and report.is_contiguous()
-    assert factors.shape == (table.segments,) and factors.dtype == torch.float32 and factors.is_contiguous()
-    assert (loss_sum.dtype, count.dtype, ok.dtype) == (torch.float32, torch.int64, torch.bool)
-    assert loss_sum.numel() == count.numel() == ok.numel() == 1
-    if scaler_state is not None:
-        assert scaler_state.shape == (2,) and scaler_state.dtype == torch.float32 and scaler_state.is_contiguous()
-    if not launch.fused(grads):
-        reference.clip(grads, table, row, loss_sum, count, report, factors, ok, scaler_state)
-        return
-    from graftune.kernels.grad_norm import kernel
-
-    if partials is None:
-        partials = torch.empty(len(table), dtype=torch.float32, device=grads.device)
-    assert partials.shape == (len(table),) and partials.dtype == torch.float32 and partials.is_contiguous()
-    kernel.clip(grads, table, row, loss_sum, count, report, factors, ok, scaler_state, partials)
+    assert all(
+        x.dtype == torch.float32 and x.is_contiguous() for x in (grads, row, loss_sum, report, factors, partials)
+    )
+    assert (count.dtype, ok.dtype) == (torch.int64, torch.bool)
+    implementation = launch.implementation(reference, grads)
+    implementation.clip(grads, table, row, loss_sum, count, report, factors, ok, scaler_state, partials)

@@ -56,6 +56,7 @@ def clip(
     factors: torch.Tensor,
     ok: torch.Tensor,
     scaler_state: torch.Tensor | None,
+    partials: torch.Tensor,
 ) -> None:
     segments: list[list[slice]] = [[] for _ in range(table.segments)]
     for piece in table.pieces():

@@ -1,7 +1,6 @@
 """Low-rank adapters of frozen projections.
 
 The decoder uses these functions on groups of projections that share their input (reference.py has the formulas).
-`backward` computes the gradients of a single adapter, for 2-D and 3-D input.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 
-from graftune.errors import GraftuneError
 from graftune.kernels import launch, rms_norm
 from graftune.kernels.lora_linear import reference
 from graftune.kernels.lora_linear.reference import Copy, LowRank, add_, add_input_grad_, add_product_, members
@@ -21,7 +19,6 @@ __all__ = [
     "add_",
     "add_input_grad_",
     "add_product_",
-    "backward",
     "down",
     "down_backward",
     "members",
@@ -91,12 +88,8 @@ def _filled(tail: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
 @launch.operation("adapters to their weights")
 def spread(copies: Sequence[Copy], tables: dict[str, torch.Tensor]) -> None:
     """target = scale * source for each copy. On a GPU this is one launch; its table is built at the first call."""
-    if copies and launch.fused(copies[0].source):
-        from graftune.kernels.lora_linear import copies as copy_kernel
-
-        copy_kernel.spread(copies, tables)
-    else:
-        reference.spread(copies)
+    if copies:
+        launch.implementation(reference, copies[0].source, "copies").spread(copies, tables)
 
 
 def down_backward(
@@ -121,21 +114,3 @@ def down_backward(
     if rstd is not None and weight is not None:
         x = rms_norm.apply(x, rstd, weight)
     reference.down_backward(g, x, grad_down)
-
-
-def backward(
-    grad_out: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of down [R, in] and up [out, R], given x [T, in] or [B, T, in] and grad_out of y's shape."""
-    rank, width_in = down.shape
-    if up.dim() != 2 or up.shape[1] != rank:
-        raise GraftuneError(
-            f"up is {tuple(up.shape)}", fix=f"it must be [out, {rank}] to follow down {tuple(down.shape)}"
-        )
-    if x.dim() not in (2, 3) or x.shape[-1] != width_in:
-        raise GraftuneError(
-            f"x is {tuple(x.shape)}", fix=f"it must be [tokens, {width_in}] or [batch, tokens, {width_in}]"
-        )
-    if grad_out.shape != (*x.shape[:-1], up.shape[0]):
-        raise GraftuneError(f"grad_out is {tuple(grad_out.shape)}", fix=f"it must be {(*x.shape[:-1], up.shape[0])}")
-    return reference.backward(grad_out, x, down, up, scale)

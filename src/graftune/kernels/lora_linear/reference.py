@@ -56,7 +56,7 @@ class Copy(NamedTuple):
     scale: float
 
 
-def spread(copies: Sequence[Copy]) -> None:
+def spread(copies: Sequence[Copy], tables: dict[str, torch.Tensor]) -> None:
     """target = scale * source for each copy."""
     for source, target, scale in copies:
         torch.mul(source, scale, out=target) if scale != 1.0 else target.copy_(source)
@@ -111,13 +111,3 @@ def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: f
         torch.addmm(total, a, b, out_dtype=torch.float32, alpha=scale, out=total)
     else:
         total.add_(a @ b, alpha=scale)
-
-
-def backward(
-    grad_out: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(grad_down, grad_up) of one adapter for x [..., in] and grad_out [..., out]."""
-    x, grad_out = x.reshape(-1, x.shape[-1]), grad_out.reshape(-1, grad_out.shape[-1])
-    grad_up = (grad_out.t() @ (x @ down.t())).mul_(scale)
-    grad_down = (grad_out @ up).t().mul(scale) @ x
-    return grad_down, grad_up

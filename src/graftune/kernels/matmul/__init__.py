@@ -50,19 +50,12 @@ def scaled_mm(
 ) -> torch.Tensor:
     """Codes a [M, K], b [K, N] in e4m3, K contiguous in both, -> (a @ b) * scales[0] [M] * scales[1] [N], on CUDA. Uses
     the tensor cores' fast accumulation (at least 14 bits): its error is far below that of a code's 3 bits."""
-    if _tunes_codes(a.device):
+    if _tuning:
         from graftune.kernels.matmul import cublaslt
 
-        return cublaslt.scaled_mm(a, b, scales, dtype)
+        if cublaslt.multiplies_codes(a.device):
+            return cublaslt.scaled_mm(a, b, scales, dtype)
     rows, columns = scales
     return _scaled_mm(
         a, b, scale_a=rows.unsqueeze(1), scale_b=columns.unsqueeze(0), out_dtype=dtype, use_fast_accum=True
     )
-
-
-def _tunes_codes(device: torch.device) -> bool:
-    if not _tuning:
-        return False
-    from graftune.kernels.matmul import cublaslt
-
-    return cublaslt.multiplies_codes(device)
