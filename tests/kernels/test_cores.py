@@ -20,23 +20,6 @@ def three() -> Iterator[None]:
     torch.set_num_threads(own)
 
 
-def test_as_many_threads_as_torch_may_use_and_no_more(three: None) -> None:
-    meet, seen = threading.Barrier(3), dict[int, int]()
-
-    def work(start: int) -> None:
-        if threading.get_ident() not in seen:
-            meet.wait(60)
-        seen[threading.get_ident()] = torch.get_num_threads()
-
-    cores.share(work, range(20))
-    assert list(seen.values()) == [1, 1, 1] and threading.get_ident() not in seen and torch.get_num_threads() == 3
-    later: list[int] = []
-    thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
-    thread.start()
-    thread.join()
-    assert later == [3], "a thread that begins afterwards has all of them"
-
-
 def test_an_error_comes_back_once_nobody_writes_any_more(three: None) -> None:
     running, begun = set[int](), []
 
@@ -53,13 +36,6 @@ def test_an_error_comes_back_once_nobody_writes_any_more(three: None) -> None:
     with pytest.raises(ValueError, match="piece 2"):
         cores.share(work, range(1000))
     assert not running and len(begun) < 1000
-
-
-def test_inference_mode_is_every_threads(three: None) -> None:
-    with torch.inference_mode():
-        out = torch.zeros(8)
-        cores.share(lambda start: out[start].fill_(start), range(8))
-    assert out.tolist() == list(range(8))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("F32", "F16", "BF16")])

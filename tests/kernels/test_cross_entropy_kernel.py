@@ -97,20 +97,6 @@ def test_what_is_not_finite_shows_in_the_loss(kernels_on, device):
         assert total.isfinite() and not head.handed[-1][0].any()
 
 
-def test_chunks_change_nothing(kernels_on, device, monkeypatch):
-    from graftune.kernels.linear_cross_entropy import kernel
-
-    x, head, labels = problem(23, 4, 19, torch.float32, device, seed=5)
-    total, grad = linear_cross_entropy.forward(x, head, labels)
-    monkeypatch.setattr(kernel, "CHUNK_STEP", 8)
-    monkeypatch.setattr(kernel, "CHUNK_BYTES", 8 * 19 * 4)
-    head.handed.clear()
-    again, grad_again = linear_cross_entropy.forward(x, head, labels)
-    assert [len(part) for part in head.handed] == [8, 8, 7]
-    assert torch.equal(total, again)
-    close(grad_again, grad, torch.float32)
-
-
 def test_no_rows(kernels_on, device):
     head = Table(torch.randn(5, 4, device=device))
     total, grad = linear_cross_entropy.forward(torch.empty(0, 4, device=device), head, torch.empty(0).long().to(device))
@@ -144,28 +130,6 @@ def test_rows_beyond_what_32_bits_address(device):
     kernel.to_gradient_(logits, labels, losses)
     assert torch.allclose(losses, torch.tensor(262144.0, device=device).log())
     assert (logits[:, -1] == -1).all() and (logits[-1, :-1] == 2.0**-18).all()
-
-
-@pytest.mark.parametrize("fused", [False, True], ids=["reference", "kernel"])
-@pytest.mark.parametrize(("factor", "cap"), [(1.0, 0.0), (0.3, 0.0), (1.0, 2.5), (0.5, 1.2)])
-def test_scaled_and_capped_logits_equal_autograds(device, fused, factor, cap, monkeypatch):
-    from graftune.kernels import launch
-
-    monkeypatch.setattr(launch, "fused", lambda x: fused)
-    x, head, labels = problem(9, 8, 37, torch.float32, device, seed=4)
-    leaf = x.clone().requires_grad_()
-    logits = leaf @ head.weight.t() * factor
-    if cap:
-        logits = cap * torch.tanh(logits / cap)
-    want = torch.nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-1)
-    want.backward()
-    total, grad = linear_cross_entropy.forward(x, head, labels, factor=factor, cap=cap)
-    assert grad is not None and leaf.grad is not None
-    close(total, want.detach(), torch.float32)
-    close(grad, leaf.grad, torch.float32)
-    close(
-        linear_cross_entropy.forward(x, head, labels, need_grad=False, factor=factor, cap=cap)[0], want, torch.float32
-    )
 
 
 @pytest.mark.parametrize("scaled", [False, True])

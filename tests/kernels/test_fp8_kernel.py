@@ -104,14 +104,6 @@ def test_what_is_not_finite_stays_so(request, device, bad, fused):
         assert not y[1].isfinite().any() and y[[0, 2]].isfinite().all()
 
 
-def test_tiny_and_huge_rows(kernels_on, device):
-    x = torch.tensor([1e-45, 1e-38, 1e-27, 1.0, 1e30, 3e38])[:, None].repeat(1, 16).to(device)
-    codes = fp8.buffer(6, 16, torch.device(device))
-    scale = fp8.quantise(x, codes)
-    back = codes.float() * scale[:, None]
-    assert back.isfinite().all() and ((back - x).abs() <= x / 16 + 2e-30 / 512).all()
-
-
 @pytest.mark.parametrize("shape", [(4, 4), (16, 48), (260, 516), (272, 16), (64, 1024)], ids=str)
 def test_transpose(kernels_on, device, shape):
     torch.manual_seed(1)

@@ -82,9 +82,3 @@ def test_no_launch_lets_multiply_adds_be_contracted(kind: str, monkeypatch: pyte
     monkeypatch.setitem(kernel.LAUNCHES, kind, (Recorder(), kernel.LAUNCHES[kind][1]))
     kernel.dequantise(drawn(kind, 1, 1, seed=0), kind, torch.empty(1, KINDS[kind].values), None)
     assert [options["enable_fp_fusion"] for options in asked] == [False]
-
-
-def test_strides_say_how_far_stores_are_aligned() -> None:
-    from graftune.kernels.gguf_dequant.kernel import alignment
-
-    assert [alignment(stride) for stride in (1, 6, 4104, 4096, 48)] == [1, 2, 8, 16, 16]

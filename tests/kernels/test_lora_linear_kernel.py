@@ -269,47 +269,6 @@ def test_sums_over_many_tokens(kernels_on, device, dtype, splits, tokens, column
     assert torch.equal(*found), "the same bits every time"
 
 
-def test_columns_enough_for_the_chip_are_summed_in_one_piece(kernels_on, device, dtype, splits, monkeypatch):
-    from graftune.kernels.lora_linear import sums
-
-    monkeypatch.setattr(sums, "_columns_tile", lambda rank, tokens: (64, 128, 4, 3, 6))
-    low, grad = adapters(700, GROUPS["qkv"], 2, dtype, device), gradient(700, GROUPS["qkv"], dtype, device, 3)
-    got, want = torch.ones(OUT, 2, device=device), torch.ones(OUT, 2, device=device)
-    lora_linear.up_grad(grad[:700, :OUT], low, got)
-    reference.up_grad(grad[:700, :OUT].float(), wide(low), want)
-    assert not splits
-    close(got, want, SUMMED)
-
-
-def test_the_same_of_the_other_side(kernels_on, device, dtype, splits):
-    """dA, whose total lies the other way around, from 1100 tokens and with a norm."""
-    torch.manual_seed(2)
-    x, g = (torch.randn(1100, n).to(dtype).to(device) for n in (70, 6))
-    rstd, weight = torch.rand(1100, device=device) + 0.2, torch.rand(70, device=device) + 0.5
-    start = torch.randn(6, 70, device=device)
-    want, found = start.clone(), [start.clone() for _ in range(2)]
-    for total in found:
-        lora_linear.down_backward(g, x, total, rstd=rstd, weight=weight)
-    reference.down_backward(g.float(), rms_norm.reference.apply(x.float(), rstd, weight), want)
-    assert splits == [3, 3]
-    close(found[0], want, max(SUMMED, TOLERANCE[dtype]))
-    assert torch.equal(*found), "the same bits every time"
-
-
-@pytest.mark.parametrize("columns", [((0, 600), (700, 710)), ((0, 30), (40, 400), (400, 431))])
-def test_members_of_unlike_width_in_parts(kernels_on, device, dtype, splits, columns):
-    """A narrow member has nothing in the later parts."""
-    torch.manual_seed(4)
-    out, thin = columns[-1][1], 5 * len(columns)
-    low, grad = adapters(9, columns, 5, dtype, device), gradient(9, columns, dtype, device, padding_for(thin), out)
-    tail = tail_of(grad, 9, out, thin)
-    found = [lora_linear.up_backward(grad[:9, :out], low, tail) for _ in range(2)]
-    assert len(splits) == 2 and splits[0] > 1
-    close(found[0], reference.up_backward(grad[:9, :out].float(), wide(low)), TOLERANCE[dtype])
-    filled(tail, found[0])
-    assert torch.equal(*found), "the same bits every time"
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_wide_products_go_to_the_matrix_library(kernels_on, device, dtype, monkeypatch):
     from graftune.kernels.lora_linear import kernel, sums
@@ -387,12 +346,3 @@ def test_spread(device, dtype, fused, monkeypatch):
             else:
                 assert same(got, right)
     lora_linear.spread([], {})
-
-
-def test_what_32_bits_do_not_count_is_refused():
-    pytest.importorskip("triton")
-    from graftune.kernels.lora_linear import kernel
-
-    out = torch.empty(2**21, 1024, device="meta")
-    with pytest.raises(AssertionError, match="32 bits"):
-        kernel.add_up(out.expand(2, -1, -1), out, add=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -188,33 +187,3 @@ def test_where_nothing_tells_right_from_wrong_the_offer_stands(tiled):
 def test_an_offer_that_is_refused_judges_nobody(tiled):
     nothing = {-7: lambda out: out.fill_(float("nan"))}
     assert tiled({0: 0.04, -7: float("inf"), NEAR: 0.03}, nothing, offers=(7, 8))[0] == (7, NEAR, 0)
-
-
-def test_turns(monkeypatch):
-    """Each finalist by the second half of its turn: until then the clocks are the other's."""
-    clock, ran = [0.0], []
-
-    class Event:
-        def __init__(self, enable_timing):
-            self.at = 0.0
-
-        def record(self):
-            self.at = clock[0]
-
-        def elapsed_time(self, other):
-            return other.at - self.at
-
-    def run(plan, operands):
-        settling = ran[-1:] != [plan.name] or ran[-12:].count(plan.name) < 12
-        ran.append(plan.name)
-        clock[0] += plan.ms + settling
-
-    monkeypatch.setattr(cublaslt, "_run", run)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    plans = [SimpleNamespace(name="a", ms=2.0), SimpleNamespace(name="b", ms=3.0)]
-    nothing = cublaslt.Operands(*[torch.empty(0)] * 3)
-    assert cublaslt._under_load(plans, nothing, 2.0) == pytest.approx([2.0, 3.0])
-    turn = 2 * round(cublaslt.TURN / 2 / 2.0)
-    warm = round(cublaslt.WARMING / 2.0)
-    assert ran == ["a"] * (warm + turn) + ["b"] * turn

@@ -23,18 +23,14 @@ from graftune.model.feed_forward.gated import GatedSpec
 from graftune.model.frozen.tensor_rows import TensorRows
 from graftune.model.lora import build_arena, initialise
 from graftune.model.spec import ModelSpec
-from graftune.plan.job import from_few_layers
-from graftune.plan.rehearse import rehearse
 from graftune.runtime import Runtime
 from graftune.session import attention_for
 from graftune.settings.config import LoraConfig
 from graftune.weights import names, rows
 from graftune.weights.base import Base, _checked_spec, open_base
 from graftune.weights.model import hf_config
-from tests.plan.test_plan import setup, spec
 from tests.support import oracle, specs, tiny
 from tests.support.generate import generate
-from tests.support.real_rehearsal import rehearse_real
 
 LORA = LoraConfig(rank=4, alpha=10.0, targets=("all_linear",))
 
@@ -131,13 +127,3 @@ def test_who_asks_a_layer(base: Base) -> None:
         model_keys(base, "x", 0, None)
     with pytest.raises(GraftuneError, match="its layers differ in size"):
         hf_config(dataclasses.replace(base, kind="gguf"))
-
-
-def test_the_plan_of_many_layers_by_a_few() -> None:
-    """Each size is a kind of its own."""
-    made = specs.edited(spec(layers=12), (1, 5, 9), head_width=24, ffn=40)
-    many = setup(spec=specs.edited(made, (3, 7, 11), ffn=128))
-    few, all_of_them = from_few_layers(many), rehearse(many)
-    assert few.peak == pytest.approx(all_of_them.peak, rel=0.01)
-    real = rehearse_real(many)
-    assert all_of_them.phases["step"] == pytest.approx(real.phases["step"], rel=0.01)

@@ -17,7 +17,7 @@ from graftune.cli import main
 from graftune.errors import GraftuneError
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
-from graftune.plan import Bytes, Card, Setup, cards, job, rehearse, transfer
+from graftune.plan import Bytes, Setup, cards, job, rehearse, transfer
 from graftune.settings.config import Config
 from graftune.training import prepare
 from graftune.weights.synthetic import random_base
@@ -201,14 +201,6 @@ def test_a_micro_batch_below_512_tokens_may_be_the_largest(tiny_folder) -> None:
     assert least < more
     asked.free = (least + more) // 2
     assert 64 <= largest(asked, "none") < 512
-
-
-def test_a_card_of_this_machine_has_its_memory_beside_it(tiny_folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = job_for(tiny_folder("llama"), 8 << 30)
-    monkeypatch.setattr(job, "available_bytes", lambda: 12345)
-    here = Card("a card", 8 << 30, 8 << 30, here=True)
-    made = job.Job(absent.config, absent.base, absent.runtime, 64, absent.shapes, here)
-    assert made.host_free == 12345
 
 
 # The command
