@@ -42,7 +42,7 @@ class Documents:
     lengths: tuple[int, ...] | None  # the same on the host; only the CPU backend reads them
     longest: int  # an upper bound on the length of a document, constant over passes
     fixed: bool = False  # the shape will occur again, so that building a plan for it is worth the time
-    prepared: dict[str, Any] = field(default_factory=dict, repr=False)
+    prepared: dict[int | str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of(lengths: Sequence[int], device: torch.device | str = "cpu") -> Documents:

@@ -271,42 +271,26 @@ def _run(plan: AttentionPlan, device: torch.device, tensors: dict[str, torch.Ten
 
 
 def _offsets(docs: Documents, strides: tuple[int, ...]) -> list[torch.Tensor]:
-    """The offset of each document in elements, [S + 1] int64 for every row stride."""
-    known = _prepared(docs)
+    """The offset of each document in elements, [S + 1] int64 for every row stride. A pass has a `Documents` object of
+    its own, which keeps them for all layers."""
     for stride in strides:
-        if ("at", stride) not in known:
-            known["at", stride] = docs.cu_seqlens.to(torch.int64) * stride
-    return [known["at", stride] for stride in strides]
+        if stride not in docs.prepared:
+            docs.prepared[stride] = docs.cu_seqlens.to(torch.int64) * stride
+    return [docs.prepared[stride] for stride in strides]
 
 
 def _lengths(docs: Documents) -> torch.Tensor:
-    known = _prepared(docs)
-    if ("lengths", 0) not in known:
-        known["lengths", 0] = docs.cu_seqlens[1:] - docs.cu_seqlens[:-1]
-    return known["lengths", 0]
-
-
-def _prepared(docs: Documents) -> dict[tuple[str, int], torch.Tensor]:
-    """Tensors computed from these cu_seqlens, shared by all layers of a pass. Dropped when cu_seqlens were written to,
-    and where a capture begins or ends: a captured graph must compute its own, or its replays would use old lengths."""
-    version = 0 if docs.cu_seqlens.is_inference() else docs.cu_seqlens._version
-    now = (version, is_capturing(docs.cu_seqlens.device))
-    if docs.prepared.get("now") != now:
-        docs.prepared.clear()
-        docs.prepared.update(now=now, tensors={})
-    return docs.prepared["tensors"]
+    if "lengths" not in docs.prepared:
+        docs.prepared["lengths"] = docs.cu_seqlens[1:] - docs.cu_seqlens[:-1]
+    return docs.prepared["lengths"]
 
 
 def _handle(cudnn: Any, device: torch.device) -> Any:
-    index = _index(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
     if index not in _handles:
         with torch.cuda.device(device):
             _handles[index] = cudnn.create_handle()
     return _handles[index]
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _up(number: int, step: int) -> int:

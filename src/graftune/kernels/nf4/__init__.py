@@ -58,14 +58,12 @@ def quantise_pieces(
             codes = torch.empty((count + 1) // 2, dtype=torch.uint8, device=values.device)
             absmax = torch.empty(ceil_div(count, BLOCK), dtype=torch.float32, device=values.device)
         stop = at + len(values)
-        _encode(values, codes[at // 2 : (stop + 1) // 2], absmax[at // BLOCK : ceil_div(stop, BLOCK)])
+        launch.implementation(reference, values).encode(
+            values, codes[at // 2 : (stop + 1) // 2], absmax[at // BLOCK : ceil_div(stop, BLOCK)]
+        )
         at = stop
     assert codes is not None and absmax is not None and at == count, "pieces do not make up the shape"
     return reference.finish(tuple(shape), dtype, codes, absmax, double)
-
-
-def _encode(values: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor) -> None:
-    launch.implementation(reference, values).encode(values, codes, absmax)
 
 
 @launch.operation("dequantise")
