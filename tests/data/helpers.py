@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from graftune.batch import Example
+from graftune.data.dataset import Dataset, prepare
+from graftune.data.fit import Built
+from graftune.data.kind import ANSWERS, DataKind
+from graftune.data.row_encoder import RowEncoder
+from graftune.data.source import Row
+from graftune.settings.config import DataConfig
 from graftune.tokenizer import ChatTemplate, Tokenizer
 
 TEMPLATES = Path(__file__).parents[1] / "fixtures" / "chat_templates"
@@ -70,7 +78,32 @@ CHATML = (
 )
 
 
-def trained_runs(example: Example) -> list[str]:
+def jsonl(path: Path, *rows: object) -> str:
+    """A file of these rows; those that are text are lines already."""
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def load(tmp_path: Path, *rows: Any, chat: Tokenizer | None = None, kind: DataKind = ANSWERS, **config: Any) -> Dataset:
+    path = jsonl(tmp_path / "d.jsonl", *rows)
+    return prepare(path, chat or with_template(CHATML), DataConfig(**config), kind=kind)
+
+
+def prepared(tmp_path: Path, record: dict[str, Any], chat: Tokenizer, **config: Any) -> Dataset:
+    """The examples of one row; an error where it is refused."""
+    return load(tmp_path, record, chat=chat, strict=True, **config)
+
+
+def built(row: dict[str, Any], chat: Tokenizer, **config: Any) -> list[Built]:
+    """The examples of one row with how they were made; raises Refusal."""
+    encoder = RowEncoder(chat, DataConfig(**config), "data")
+    pending = encoder._rendered(Row(1, row))
+    if pending.refusal is not None:
+        raise pending.refusal
+    return encoder._built(pending, encoder.tokenizer.encode_batch(pending.texts))
+
+
+def trained_runs(example: Example, chat: Tokenizer | None = None) -> list[str]:
     """The text of each run of trained tokens."""
     runs: list[list[int]] = []
     before = False
@@ -79,7 +112,7 @@ def trained_runs(example: Example) -> list[str]:
             runs = runs if before else [*runs, []]
             runs[-1].append(token)
         before = on
-    return [tokenizer().decode(run) for run in runs]
+    return [(chat or tokenizer()).decode(run) for run in runs]
 
 
 def turns(*texts: str, system: str = "") -> list[dict[str, str]]:

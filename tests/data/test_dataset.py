@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,14 @@ from graftune.data.template import chat_format
 from graftune.data.text import windows
 from graftune.errors import GraftuneError
 from graftune.settings.config import DataConfig
+from tests.data import helpers
 from tests.data.helpers import CHATML, shipped, tokenizer, trained_runs, turns, with_template
 
 BOS_CHATML = "{{ bos_token }}" + CHATML
 
 
 def load(tmp_path: Path, *rows: Any, chat: Any = None, **config: Any) -> Dataset:
-    path = tmp_path / "d.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return prepare(str(path), chat or with_template(BOS_CHATML), DataConfig(**config))
+    return helpers.load(tmp_path, *rows, chat=chat or with_template(BOS_CHATML), **config)
 
 
 def text_of(data: Dataset, index: int = 0) -> str:
@@ -177,17 +175,6 @@ def test_split(rows: list[int], share: float, seed: int) -> None:
         assert train.summary.tokens == sum(len(e.tokens) for e in train.examples)
 
 
-def test_another_seed_splits_otherwise(tmp_path: Path) -> None:
-    data = dataset(list(range(1, 201)))
-    assert split(data, 0.2, 1)[1].prompts != split(data, 0.2, 2)[1].prompts
-
-
-def test_the_same_file_gives_the_same_examples(tmp_path: Path) -> None:
-    first, second = (load(tmp_path, {"prompt": "a", "response": "b"}) for _ in range(2))
-    assert first.examples == second.examples and first.sha256 == second.sha256
-    assert load(tmp_path, {"prompt": "a", "response": "c"}).sha256 != first.sha256
-
-
 def test_a_long_text_takes_memory_by_its_length_alone() -> None:
     text = " ".join(str(i) for i in range(8_000))
     tracemalloc.start()
@@ -222,12 +209,12 @@ def test_without_repeats_the_split_is_what_it_always_was() -> None:
     order = np.random.default_rng([42, 0x5917]).permutation(40)
     assert [e.row for e in val.examples] == sorted(int(i) + 1 for i in order[:8])
     assert train.summary.duplicates == 0 and not train.summary.says()
+    assert split(dataset(list(range(1, 41))), 0.2, 43)[1].prompts != val.prompts, "another seed, other rows"
 
 
 def test_repeats_by_weight_are_no_duplicates(tmp_path: Path) -> None:
-    path = tmp_path / "d.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"q{i}", "response": "a"}) + "\n" for i in range(10)))
-    data = prepare(({"path": str(path), "weight": 3.0},), with_template(CHATML), DataConfig())
+    path = helpers.jsonl(tmp_path / "d.jsonl", *({"prompt": f"q{i}", "response": "a"} for i in range(10)))
+    data = prepare(({"path": path, "weight": 3.0},), with_template(CHATML), DataConfig())
     assert len(data) == data.summary.examples == 30 and data.summary.duplicates == 0
     assert data.summary.tokens == sum(len(e.tokens) for e in data.examples)
     train, val = split(data, 0.2, 1)

@@ -25,7 +25,7 @@ from graftune.errors import GraftuneError
 from graftune.io import digest
 from graftune.observe.console import Console
 from graftune.settings.config import DataConfig
-from tests.data.helpers import CHATML, tokenizer, turns, with_template
+from tests.data.helpers import CHATML, jsonl, tokenizer, turns, with_template
 
 CHAT = with_template(CHATML)
 
@@ -47,11 +47,6 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(row_encoder.RowEncoder, "chunks", counted)
     return found
-
-
-def write(path: Path, *rows: Any) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 ROWS = [{"messages": turns(f"What is {i}?", f"It is {i}.")} for i in range(20)]
@@ -96,12 +91,12 @@ def test_what_is_written_is_read(examples: list[Example], small: bool, chunk: in
 
 
 def test_a_second_start_finds_what_the_first_one_made(tmp_path: Path, encoded: list[int]) -> None:
-    path = write(tmp_path / "d.jsonl", *ROWS, {"nope": 1})
+    path = jsonl(tmp_path / "d.jsonl", *ROWS, {"nope": 1})
     first, second = (prepare(path, CHAT, DataConfig()) for _ in range(2))
     assert len(encoded) == 1 and first.examples == second.examples and first.digest == second.digest
     assert first.summary == second.summary and list(second.details()) == first.summary.details != []
     assert second.prompts[3] == first.prompts[3] != "" and second.references[3] == "It is 3."
-    moved = write(tmp_path / "elsewhere.jsonl", *ROWS, {"nope": 1})
+    moved = jsonl(tmp_path / "elsewhere.jsonl", *ROWS, {"nope": 1})
     assert prepare(moved, CHAT, DataConfig()).digest == first.digest and len(encoded) == 1, "content, not place"
 
 
@@ -109,14 +104,14 @@ def test_a_second_start_finds_what_the_first_one_made(tmp_path: Path, encoded: l
 def test_whatever_decides_a_token_makes_another_entry(
     tmp_path: Path, encoded: list[int], change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, chat, config = write(tmp_path / "d.jsonl", *ROWS), CHAT, DataConfig(max_seq_len=64)
+    path, chat, config = jsonl(tmp_path / "d.jsonl", *ROWS), CHAT, DataConfig(max_seq_len=64)
     template = tmp_path / "t.jinja"
     template.write_text(CHATML)
     if change == "file template":
         config = dataclasses.replace(config, template=str(template))
     prepare(path, chat, config)
     if change == "data":
-        write(Path(path), *ROWS, ROWS[0])
+        jsonl(Path(path), *ROWS, ROWS[0])
     elif change == "tokenizer":
         chat = dataclasses.replace(chat, backend=tokenizer().with_tokens(["<new>"]).backend)
     elif change == "template":
@@ -136,7 +131,7 @@ def test_whatever_decides_a_token_makes_another_entry(
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "header", "index", "foreign", "trailer"])
 def test_a_damaged_entry_is_made_again(tmp_path: Path, encoded: list[int], damage: str) -> None:
-    path = write(tmp_path / "d.jsonl", *ROWS)
+    path = jsonl(tmp_path / "d.jsonl", *ROWS)
     want = prepare(path, CHAT, DataConfig()).digest
     (file,) = kept()
     content = bytearray(file.read_bytes())
@@ -152,7 +147,7 @@ def test_a_damaged_entry_is_made_again(tmp_path: Path, encoded: list[int], damag
         place = TokenStore(bytes(content)).header["arrays"]["tokens_end"][0]
         content[place] ^= 1
     else:
-        prepare(write(tmp_path / "other.jsonl", *ROWS[1:]), CHAT, DataConfig())
+        prepare(jsonl(tmp_path / "other.jsonl", *ROWS[1:]), CHAT, DataConfig())
         encoded.pop()
         content = bytearray(next(f for f in kept() if f != file).read_bytes())
     file.write_bytes(bytes(content))
@@ -177,7 +172,7 @@ def test_no_damage_ends_in_a_traceback(place: float, bit: int, cut: bool) -> Non
 
 
 def test_another_process_may_have_made_it_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "d.jsonl", *ROWS)
+    path = jsonl(tmp_path / "d.jsonl", *ROWS)
     want = prepare(path, CHAT, DataConfig())
     monkeypatch.setattr(cached, "find", lambda key: None)  # it was not there yet when this one looked
     late = prepare(path, CHAT, DataConfig())
@@ -185,7 +180,7 @@ def test_another_process_may_have_made_it_meanwhile(tmp_path: Path, monkeypatch:
 
 
 def test_what_was_used_longest_ago_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = [write(tmp_path / f"{i}.jsonl", *ROWS[i:]) for i in range(3)]
+    paths = [jsonl(tmp_path / f"{i}.jsonl", *ROWS[i:]) for i in range(3)]
     first, second = (prepare(path, CHAT, DataConfig()) for path in paths[:2])
     by_age = sorted(kept(), key=lambda file: file.stat().st_mtime_ns)
     for age, file in enumerate(reversed(by_age)):
@@ -203,7 +198,7 @@ def test_what_was_used_longest_ago_goes_first(tmp_path: Path, monkeypatch: pytes
 
 def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
-    data = prepare(write(tmp_path / "d.jsonl", *ROWS), CHAT, DataConfig(), Console())
+    data = prepare(jsonl(tmp_path / "d.jsonl", *ROWS), CHAT, DataConfig(), Console())
     assert len(data) == 20 and data.examples[0].tokens
     assert "encoded data cannot be kept" in capsys.readouterr().err
 
@@ -212,7 +207,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     def full(self: StoreWriter, name: str, content: bytes) -> int:
         raise OSError(28, "No space left on device")
 
-    path = write(tmp_path / "d.jsonl", *ROWS)
+    path = jsonl(tmp_path / "d.jsonl", *ROWS)
     monkeypatch.setattr(StoreWriter, "_append", full)
     with pytest.raises(GraftuneError, match=r"No space left on device.*GRAFTUNE_CACHE"):
         prepare(path, CHAT, DataConfig())
@@ -222,7 +217,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path, monkeypatch: pyt
 def test_the_second_start_does_not_read_large_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digest, "SMALLEST", 100)
     monkeypatch.setattr(digest, "SETTLED", -1.0)
-    path = write(tmp_path / "d.jsonl", *ROWS)
+    path = jsonl(tmp_path / "d.jsonl", *ROWS)
     want = prepare(path, CHAT, DataConfig()).digest
     monkeypatch.setattr(digest, "_computed", lambda files: pytest.fail("the data was read again"))
     monkeypatch.setattr(dataset, "rows", lambda *args: pytest.fail("the data was read again"))
@@ -231,7 +226,7 @@ def test_the_second_start_does_not_read_large_data(tmp_path: Path, monkeypatch: 
 
 def test_chunks_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [*ROWS, {"text": "one two " * 90}, {"nope": 1}, {"messages": turns("a", "b", "c", "d")}]
-    path = write(tmp_path / "d.jsonl", *rows)
+    path = jsonl(tmp_path / "d.jsonl", *rows)
     want = prepare(path, CHAT, DataConfig(max_seq_len=48))
     monkeypatch.setattr(cached, "_code", lambda: "another version")
     monkeypatch.setattr(row_encoder, "CHUNK_ROWS", 3)
@@ -255,6 +250,6 @@ def test_identity_is_of_tokens_and_masks_alone() -> None:
 
 
 def test_a_data_set_is_shown_in_a_line(tmp_path: Path) -> None:
-    data = prepare(write(tmp_path / "d.jsonl", *ROWS), CHAT, DataConfig())
+    data = prepare(jsonl(tmp_path / "d.jsonl", *ROWS), CHAT, DataConfig())
     assert repr(data.examples).startswith("<20 examples of") and len(repr(data)) < 1500
     assert np.array_equal(data.examples[:3].chosen, [0, 1, 2]) and data.examples[-1].row == 20

@@ -15,22 +15,12 @@ import pytest
 
 from graftune.data.chat import NO_REASONING, NOT_RENDERED
 from graftune.data.fit import Built
-from graftune.data.row_encoder import RowEncoder
-from graftune.data.source import Row
-from graftune.settings.config import DataConfig
 from tests.data.generated import Spec, conversation
-from tests.data.helpers import CONTROL, tokenizer, with_template
+from tests.data.helpers import CONTROL, built, tokenizer, with_template
 
 CASES = int(os.environ.get("GRAFTUNE_TEMPLATE_CASES", "180"))
 WORD = re.compile(r"w\d+q\d+")
 PARTS = 6  # so that workers share them
-
-
-def built(encoder: RowEncoder, row: dict[str, object]) -> list[Built]:
-    pending = encoder._rendered(Row(1, row))
-    if pending.refusal is not None:
-        raise AssertionError(f"refused: {pending.refusal}")
-    return encoder._built(pending, encoder.tokenizer.encode_batch(pending.texts))
 
 
 def check(seed: int) -> None:
@@ -42,7 +32,7 @@ def check(seed: int) -> None:
     if not (spec.system == "refused" and messages[0]["role"] == "system") and spec.tools != "text":
         assert chat.template.render(messages, tools=tools) == spec.full(messages, tools), "the two renderers differ"
     row: dict[str, object] = {"messages": messages}
-    made = built(RowEncoder(chat, DataConfig(max_seq_len=8192), "data"), row | ({"tools": tools} if tools else {}))
+    made = built(row | ({"tools": tools} if tools else {}), chat, max_seq_len=8192)
     answered = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     found = [run for one in made for run in runs(one)]
     assert len(found) == len(answered), (len(found), len(answered))

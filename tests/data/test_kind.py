@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from graftune.batch import Example
-from graftune.data.dataset import Dataset, prepare, split
+from graftune.data.dataset import prepare, split
 from graftune.data.encoded import Examples, groups_of, numbers_of, take, token_numbers_of
 from graftune.data.kind import ANSWERS, DataKind
 from graftune.data.writer import NewExample, StoreWriter
 from graftune.errors import GraftuneError
 from graftune.settings.config import DataConfig
-from tests.data.helpers import CHATML, trained_runs, with_template
+from tests.data.helpers import CHATML, load, trained_runs, with_template
 from tests.losses.pairs import PAIRS, RATED_PAIRS
 
 CHAT = with_template(CHATML)
 ROWS = [{"prompt": f"Say {i}", "chosen": f"yes {i}", "rejected": f"no {i}", "margin": i / 4} for i in range(9)]
 
 
-def load(tmp_path: Path, rows: list[dict[str, Any]], kind: DataKind, **config: Any) -> Dataset:
-    path = tmp_path / "d.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return prepare(str(path), CHAT, DataConfig(**config), kind=kind)
-
-
 def test_a_row_becomes_a_group(tmp_path: Path) -> None:
-    data = load(tmp_path, ROWS, RATED_PAIRS)
+    data = load(tmp_path, *ROWS, kind=RATED_PAIRS)
     runs = [run for example in data.examples for run in trained_runs(example)]
     assert runs == [f"{answer} {i}<|im_end|>" for i in range(9) for answer in ("yes", "no")], "the chosen one first"
     assert groups_of(data.examples).tolist() == [i // 2 for i in range(18)]
@@ -48,7 +40,7 @@ def test_an_incomplete_group_is_refused_as_a_row(tmp_path: Path) -> None:
     odd = {"prompt": "Say", "chosen": "yes"}
     long = {**ROWS[0], "rejected": "no " * 90}
     unrated = {name: value for name, value in ROWS[0].items() if name != "margin"}
-    data = load(tmp_path, [ROWS[0], odd, long, {**ROWS[1], "margin": "much"}, unrated], RATED_PAIRS, max_seq_len=64)
+    data = load(tmp_path, ROWS[0], odd, long, {**ROWS[1], "margin": "much"}, unrated, kind=RATED_PAIRS, max_seq_len=64)
     assert len(data) == 2 and data.summary.refused == {"an incomplete group": 2, "no number": 2}
     assert not data.summary.dropped
     reasons = dict(data.details())
@@ -62,7 +54,7 @@ def test_data_of_another_kind_is_not_found(tmp_path: Path) -> None:
     """Neither in the cache nor in the file."""
     rows = [{"prompt": "Say", "response": "so", "chosen": "yes", "rejected": "no"}] * 2
     with pytest.raises(GraftuneError, match="preference data"):
-        load(tmp_path, rows, ANSWERS)
+        load(tmp_path, *rows)
     path = str(tmp_path / "d.jsonl")
     pairs = prepare(path, CHAT, DataConfig(), kind=PAIRS)
     assert pairs.kind == "pairs of answers" and len(pairs) == 4
@@ -108,8 +100,8 @@ def test_a_rated_answer_is_one_example_with_a_number(tmp_path: Path) -> None:
     """What answers refuse as made for another loss is a kind's column here."""
     rows = [{"prompt": f"Say {i}", "completion": "so", "label": bool(i % 2)} for i in range(4)]
     with pytest.raises(GraftuneError, match="rated good or bad"):
-        load(tmp_path, rows, ANSWERS)
-    data = load(tmp_path, rows, DataKind("rated answers", numbers=("label",)))
+        load(tmp_path, *rows)
+    data = load(tmp_path, *rows, kind=DataKind("rated answers", numbers=("label",)))
     assert (
         numbers_of(data.examples, "label", 9.0).tolist() == [0, 1, 0, 1] and not (groups_of(data.examples) >= 0).any()
     )

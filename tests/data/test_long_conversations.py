@@ -13,11 +13,8 @@ from graftune.data import turn_places
 from graftune.data.fit import MOST_ALONE, MOST_RENDERED, Built, Fitter
 from graftune.data.format import ChatFormat
 from graftune.data.row import Refusal
-from graftune.data.row_encoder import RowEncoder
-from graftune.data.source import Row
-from graftune.settings.config import DataConfig
 from tests.data.generated import Spec
-from tests.data.helpers import CHATML, NO_END, TEMPLATES, shipped, with_template
+from tests.data.helpers import CHATML, NO_END, TEMPLATES, built, shipped, with_template
 
 Messages = list[dict[str, Any]]
 ODD = {
@@ -38,14 +35,6 @@ ODD = {
     "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + (c.function.arguments | tojson) }}{% endfor %}"
     "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
 }
-
-
-def built(row: dict[str, Any], source: Any, **config: Any) -> list[Built]:
-    encoder = RowEncoder(source, DataConfig(append_eos=True, **config), "data")
-    pending = encoder._rendered(Row(1, row))
-    if pending.refusal is not None:
-        raise pending.refusal
-    return encoder._built(pending, encoder.tokenizer.encode_batch(pending.texts))
 
 
 def shown(made: list[Built]) -> tuple[Any, set[str]]:
@@ -88,7 +77,7 @@ def compared(seed: int, source: Any, monkeypatch: pytest.MonkeyPatch, *, calls: 
         if few > 3:  # and each turn that is too long is rendered and encoded by itself
             monkeypatch.setattr(Fitter, "_too_long", lambda *_: None)
         try:
-            found.append(shown(built(row, source, **settings)))
+            found.append(shown(built(row, source, append_eos=True, **settings)))
         except Refusal as refusal:
             found.append(refusal.text)
     same = found[0] == found[1]  # apart from the assertion, which would show two lists of thousands of tokens

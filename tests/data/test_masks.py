@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,20 @@ from hypothesis import strategies as st
 
 from graftune.data import mask
 from graftune.data.chat import OTHER_PROMPT
-from graftune.data.dataset import Dataset, prepare
+from graftune.data.dataset import Dataset
 from graftune.data.row import Refusal
 from graftune.errors import GraftuneError
-from graftune.settings.config import DataConfig
-from tests.data.helpers import CHATML, NO_END, TEMPLATES, shipped, tokenizer, trained_runs, turns, with_template
+from tests.data.helpers import (
+    CHATML,
+    NO_END,
+    TEMPLATES,
+    prepared,
+    shipped,
+    tokenizer,
+    trained_runs,
+    turns,
+    with_template,
+)
 
 # What stands before and after an answer's own text in the trained span. A space before it is the model's to write
 # wherever the generation prompt stops short of it.
@@ -44,12 +52,6 @@ AROUND = {
 }
 ANSWERS = ("It is sunny, about 20°C.", "One two three", "Yes! 🎉")
 THREE_TURNS = ("What is it?", ANSWERS[0], "And when?", ANSWERS[1], "Really?", ANSWERS[2])
-
-
-def prepared(tmp_path: Path, record: dict[str, Any], chat: Any, **config: Any) -> Dataset:
-    path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps(record) + "\n")
-    return prepare(str(path), chat, DataConfig(strict=True, **config))
 
 
 def all_runs(data: Dataset) -> list[str]:

@@ -14,8 +14,8 @@ from graftune.data.dataset import prepare
 from graftune.data.fit import ACROSS
 from graftune.errors import GraftuneError
 from graftune.settings.config import DataConfig
-from tests.data.helpers import CHATML, tokenizer, turns, with_template
-from tests.data.test_masks import REASONING, all_runs, prepared
+from tests.data.helpers import CHATML, prepared, tokenizer, turns, with_template
+from tests.data.test_masks import REASONING, all_runs
 
 
 def test_the_start_of_an_answer_is_never_inside_a_tag(tmp_path: Path) -> None:

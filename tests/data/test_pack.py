@@ -52,41 +52,32 @@ def test_exact_packing(examples: list[Example]) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(examples=examples_of, spare=st.integers(0, 9), docs=st.integers(1, 4), rows=st.integers(0, 5))
-def test_fixed_packing(examples: list[Example], spare: int, docs: int, rows: int) -> None:
-    exact = pack(examples)
-    total, real = len(exact.tokens), exact.response_tokens
-    batch = pack(examples, capacity=total + spare, max_docs=len(examples) + docs, max_rows=real + rows)
-    assert batch.tokens.shape == batch.positions.shape == (total + spare,)
-    assert batch.cu_seqlens.shape == (len(examples) + docs + 1,)
-    assert batch.rows.shape == batch.labels.shape == (real + rows,)
-    assert batch.tokens[:total].equal(exact.tokens) and not batch.tokens[total:].any()
-    assert batch.positions.tolist() == exact.positions.tolist() + list(range(spare))
-    assert batch.rows[:real].equal(exact.rows) and batch.labels[:real].equal(exact.labels)
-    assert not batch.rows[real:].any() and (batch.labels[real:] == -1).all()
-    assert sum(batch.lengths) == total + spare and batch.response_tokens == real
-    assert batch.cu_seqlens.diff().tolist() == list(batch.lengths)
-    assert batch.lengths[: len(examples)] == exact.lengths
-    assert batch.lengths[len(examples)] == spare and not any(batch.lengths[len(examples) + 1 :])
-
-
-@settings(max_examples=60, deadline=None)
-@given(examples=examples_of, spare=st.integers(0, 60), more=st.integers(0, 9), docs=st.integers(0, 4))
+@given(
+    examples=examples_of,
+    spare=st.integers(0, 60),
+    more=st.integers(0, 9),
+    docs=st.integers(0, 4),
+    rows=st.integers(0, 5),
+)
 def test_padding_is_cut_into_documents_within_the_bound(
-    examples: list[Example], spare: int, more: int, docs: int
+    examples: list[Example], spare: int, more: int, docs: int, rows: int
 ) -> None:
     exact = pack(examples)
     total, real = len(exact.tokens), len(examples)
     longest = max(exact.lengths) + more
     padding = -(-spare // longest)
-    limits = {"capacity": total + spare, "max_rows": exact.response_tokens, "longest": longest}
+    answers = exact.response_tokens
+    limits = {"capacity": total + spare, "max_rows": answers + rows, "longest": longest}
     batch = pack(examples, max_docs=real + padding + docs, **limits)
     assert max(batch.lengths) <= longest and len(batch.lengths) == real + padding + docs
     assert batch.lengths[:real] == exact.lengths and sum(batch.lengths) == total + spare
     assert all(batch.lengths[: real + padding]) and not any(batch.lengths[real + padding :])
     assert batch.cu_seqlens.tolist()[0] == 0 and batch.cu_seqlens.diff().tolist() == list(batch.lengths)
     assert batch.positions.tolist() == [place for length in batch.lengths for place in range(length)]
-    assert not batch.tokens[total:].any()
+    assert batch.tokens[:total].equal(exact.tokens) and not batch.tokens[total:].any()
+    assert batch.rows[:answers].equal(exact.rows) and batch.labels[:answers].equal(exact.labels)
+    assert batch.rows[answers:].tolist() == [0] * rows and batch.labels[answers:].tolist() == [-1] * rows
+    assert batch.response_tokens == answers
     if padding:
         with pytest.raises(AssertionError, match="more documents"):
             pack(examples, max_docs=real + padding - 1, **limits)

@@ -9,19 +9,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from graftune.data.dataset import Dataset, prepare
+from graftune.data.dataset import Dataset
 from graftune.data.preview import MaskView, preview, summary_json
-from graftune.settings.config import DataConfig
-from tests.data.helpers import CHATML, turns, with_template
+from tests.data.helpers import CHATML, load, turns, with_template
 
 CHAT = with_template(CHATML)
 
 
-def load(tmp_path: Path) -> Dataset:
-    path = tmp_path / "d.jsonl"
-    rows = [{"messages": turns("a [red]", "b", "c", "d[/]")}, {"nope": 1}, {"prompt": "p", "response": "r"}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return prepare(str(path), CHAT, DataConfig())
+ROWS = [{"messages": turns("a [red]", "b", "c", "d[/]")}, {"nope": 1}, {"prompt": "p", "response": "r"}]
 
 
 MARKED = (
@@ -37,7 +32,7 @@ def shown(data: Dataset, **console: object) -> str:
 
 
 def test_plain(tmp_path: Path) -> None:
-    data = load(tmp_path)
+    data = load(tmp_path, *ROWS)
     assert MaskView(data.examples[0], CHAT).plain() == MARKED
     text = shown(data)
     assert all(line in text for line in MARKED.splitlines())
@@ -46,14 +41,14 @@ def test_plain(tmp_path: Path) -> None:
 
 
 def test_colour(tmp_path: Path) -> None:
-    text = shown(load(tmp_path), force_terminal=True, color_system="standard")
+    text = shown(load(tmp_path, *ROWS), force_terminal=True, color_system="standard")
     assert "⟦" not in text and "\x1b[1;32mb<|im_end|>\x1b[0m" in text and "\x1b[2m" in text
-    text = shown(load(tmp_path), force_terminal=True, color_system="standard", no_color=True)
+    text = shown(load(tmp_path, *ROWS), force_terminal=True, color_system="standard", no_color=True)
     assert "⟦b<|im_end|>⟧" in text
 
 
 def test_json(tmp_path: Path) -> None:
-    data = load(tmp_path)
+    data = load(tmp_path, *ROWS)
     made = json.loads(json.dumps(summary_json(data, CHAT, 1)))
     assert made["rows"] == 3 and made["examples"] == 2 and made["refused"] == {"unknown keys": 1}
     assert made["details"][0]["row"] == 2 and made["sha256"] == data.sha256
@@ -65,9 +60,7 @@ def test_json(tmp_path: Path) -> None:
 
 def test_lengths_repeats_and_what_is_cut(tmp_path: Path) -> None:
     rows = [{"prompt": f"why {i} " * (i + 1), "response": "a"} for i in range(20)]
-    path = tmp_path / "d.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0]]))
-    data = prepare(str(path), CHAT, DataConfig(max_seq_len=64))
+    data = load(tmp_path, *rows, rows[0], max_seq_len=64)
     text = " ".join(shown(data).split())
     summary = data.summary
     assert "tokens per example, before anything is cut 1 to 32 ████" in text
@@ -83,10 +76,8 @@ def test_a_run_says_what_became_of_its_data(tmp_path: Path, capsys: pytest.Captu
     from graftune.observe.console import Console as Ours
     from graftune.training.prepare import report_refused
 
-    path = tmp_path / "d.jsonl"
     rows = [{"prompt": "why " * 90, "response": "a"}, {"prompt": "b", "response": "c"}, {"nope": 1}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[1]]))
-    report_refused(Ours(), prepare(str(path), CHAT, DataConfig(max_seq_len=64)).summary)
+    report_refused(Ours(), load(tmp_path, *rows, rows[1], max_seq_len=64).summary)
     said = capsys.readouterr().err
     assert "1 row left out: unknown keys" in said and "1 example shortened" in said
     assert "1 example is longer than max_seq_len 64 and was shortened or dropped; max_seq_len" in said

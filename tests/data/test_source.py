@@ -16,7 +16,7 @@ from graftune.data.record import to_record
 from graftune.data.source import Refusal, rows, sources
 from graftune.errors import GraftuneError
 from graftune.settings.config import DataConfig
-from tests.data.helpers import CHATML, trained_runs, turns, with_template
+from tests.data.helpers import CHATML, jsonl, trained_runs, turns, with_template
 
 GOOD: dict[str, dict[str, Any]] = {
     "prompt/response": {"prompt": "What?", "response": "That."},
@@ -30,13 +30,8 @@ GOOD: dict[str, dict[str, Any]] = {
 }
 
 
-def load(path: Path, **config: Any) -> Dataset:
+def load(path: str | Path, **config: Any) -> Dataset:
     return prepare(str(path), with_template(CHATML), DataConfig(**config))
-
-
-def jsonl(path: Path, *rows: object) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -209,7 +204,7 @@ def test_files_that_cannot_be_used(name: str, content: bytes | None, message: st
 def test_folders_and_closed_files(tmp_path: Path) -> None:
     with pytest.raises(GraftuneError, match="is a folder"):
         load(tmp_path)
-    path = jsonl(tmp_path / "d.jsonl", {"text": "a"})
+    path = Path(jsonl(tmp_path / "d.jsonl", {"text": "a"}))
     path.chmod(0)
     if os.access(path, os.R_OK):
         pytest.skip("this user may read everything")
@@ -219,7 +214,7 @@ def test_folders_and_closed_files(tmp_path: Path) -> None:
 
 def test_readers_are_lazy(tmp_path: Path) -> None:
     """A reader hands out rows as it goes and never raises for a bad one."""
-    bad, good = rows(sources(str(jsonl(tmp_path / "d.jsonl", "{", {"a": 1}))))
+    bad, good = rows(sources(jsonl(tmp_path / "d.jsonl", "{", {"a": 1})))
     assert isinstance(bad.value, Refusal) and good.value == {"a": 1}
 
 

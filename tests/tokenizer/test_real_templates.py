@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from graftune.batch import Example
-from graftune.data.dataset import Dataset, prepare
 from graftune.errors import GraftuneError
-from graftune.settings.config import DataConfig
 from graftune.tokenizer import Tokenizer
+from tests.data.helpers import prepared, trained_runs
 from tests.tokenizer import real
 
 pytestmark = real.needed
@@ -39,22 +36,6 @@ def _messages(count: int, system: str, answers: tuple[str, ...] = ANSWERS) -> li
     ]
 
 
-def _prepared(tmp_path: Path, record: dict[str, Any], tokenizer: Tokenizer, **config: Any) -> Dataset:
-    path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps(record) + "\n")
-    return prepare(str(path), tokenizer, DataConfig(strict=True, **config))
-
-
-def _runs(tokenizer: Tokenizer, example: Example) -> list[str]:
-    runs: list[list[int]] = []
-    for place, (token, on) in enumerate(zip(example.tokens, example.supervised, strict=True)):
-        if on and (place == 0 or not example.supervised[place - 1]):
-            runs.append([])
-        if on:
-            runs[-1].append(token)
-    return [tokenizer.decode(run) for run in runs]
-
-
 def _theirs(tokenizer: Tokenizer, messages: list[dict[str, str]], **given: Any) -> str:
     utils = pytest.importorskip("transformers.utils.chat_template_utils")
     assert tokenizer.template is not None
@@ -72,15 +53,15 @@ def test_answers_and_their_ends(
     end, before = ENDS[name], BEFORE.get(name, "")
     messages = _messages(count, system)
     for tokenizer in roads:
-        data = _prepared(tmp_path, {"messages": messages}, tokenizer, max_seq_len=2048)
-        runs = [run for example in data.examples for run in _runs(tokenizer, example)]
+        data = prepared(tmp_path, {"messages": messages}, tokenizer, max_seq_len=2048)
+        runs = [run for example in data.examples for run in trained_runs(example, tokenizer)]
         assert runs == [before + answer + end for answer in ANSWERS[:count]]
         end_id = tokenizer.encode(end)
         assert len(end_id) == 1 and end_id[0] in tokenizer.stop_ids
         for example in data.examples:
             assert example.tokens[-1] == end_id[0] and example.supervised[-1]
             trained = [place for place, on in enumerate(example.supervised) if on]
-            assert sum(example.tokens[place] == end_id[0] for place in trained) == len(_runs(tokenizer, example))
+            assert sum(example.tokens[place] == end_id[0] for place in trained) == len(trained_runs(example, tokenizer))
         # What the model sees is what transformers renders, up to the end of the last answer.
         text = _theirs(tokenizer, messages)
         assert data.examples[-1].tokens == tokenizer.encode(text[: text.rindex(end) + len(end)])
@@ -99,23 +80,25 @@ def test_marks_inside_an_answer_do_not_move_the_mask(
     name, roads = model
     messages = _messages(1, "", (f"one {ENDS[name]} two",))
     for tokenizer in roads:
-        data = _prepared(tmp_path, {"messages": messages}, tokenizer, max_seq_len=2048)
-        assert _runs(tokenizer, data.examples[0]) == [f"{BEFORE.get(name, '')}one {ENDS[name]} two{ENDS[name]}"]
+        data = prepared(tmp_path, {"messages": messages}, tokenizer, max_seq_len=2048)
+        assert trained_runs(data.examples[0], tokenizer) == [f"{BEFORE.get(name, '')}one {ENDS[name]} two{ENDS[name]}"]
         assert list(data.summary.notes.values()) == [1] and "control token" in next(iter(data.summary.notes))
 
 
 def test_qwen3_drops_old_reasoning(tmp_path: Path) -> None:
     answers = tuple(f"<think>\nhm {n}\n</think>\n\nAnswer {n}" for n in range(3))
     for tokenizer in real.two_roads("qwen3"):
-        data = _prepared(tmp_path, {"messages": _messages(3, "", answers)}, tokenizer, max_seq_len=2048)
-        assert [_runs(tokenizer, example) for example in data.examples] == [[text + "<|im_end|>"] for text in answers]
+        data = prepared(tmp_path, {"messages": _messages(3, "", answers)}, tokenizer, max_seq_len=2048)
+        assert [trained_runs(example, tokenizer) for example in data.examples] == [
+            [text + "<|im_end|>"] for text in answers
+        ]
         assert "hm 0" not in data.prompts[2] and "Answer 0" in data.prompts[2]
 
 
 def test_gpt2_has_no_template(tmp_path: Path) -> None:
     for tokenizer in real.two_roads("gpt2"):
         with pytest.raises(GraftuneError, match="no chat template"):
-            _prepared(tmp_path, {"messages": _messages(1, "")}, tokenizer)
-        data = _prepared(tmp_path, {"prompt": "Two and two? ", "response": "Four."}, tokenizer)
-        assert _runs(tokenizer, data.examples[0]) == ["Four.<|endoftext|>"]
+            prepared(tmp_path, {"messages": _messages(1, "")}, tokenizer)
+        data = prepared(tmp_path, {"prompt": "Two and two? ", "response": "Four."}, tokenizer)
+        assert trained_runs(data.examples[0], tokenizer) == ["Four.<|endoftext|>"]
         assert tokenizer.decode(data.examples[0].tokens) == "Two and two? Four.<|endoftext|>"

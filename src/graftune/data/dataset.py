@@ -262,9 +262,6 @@ def split(dataset: Dataset, val_split: float, seed: int) -> tuple[Dataset, Datas
 def _held(order: np.ndarray, group_of: np.ndarray, sizes: np.ndarray, count: int) -> np.ndarray:
     """Which groups are held out: the first ones of `order` that have at most `count` rows together, at least one."""
     held = np.zeros(len(sizes), dtype=np.bool_)
-    if len(sizes) == len(group_of):  # no repeats
-        held[group_of[order[:count]]] = True
-        return held
     left, seen = count, set()
     for group in group_of[order].tolist():
         if group not in seen and sizes[group] <= left:
@@ -283,8 +280,6 @@ def _groups(row_of: np.ndarray, digests: np.ndarray) -> np.ndarray:
     kinds, kind_of = np.unique(short(digests), return_inverse=True)
     count = int(row_of.max(initial=-1)) + 1
     group = np.arange(count)
-    if len(kinds) == len(digests):
-        return group
     while True:  # each pass carries the least number from a row to those that share an example with it
         least = np.full(len(kinds), count)
         np.minimum.at(least, kind_of, group[row_of])

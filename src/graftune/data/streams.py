@@ -158,12 +158,14 @@ def _unpacked(path: Path, packed: str, shown: str, max_unpacked: float) -> Itera
     if not packed:
         with open_plain(path) as stream:
             yield stream
-    elif packed == ".zst":
-        with open_plain(path) as file, _zstandard(shown, file) as stream:
-            yield io.BufferedReader(_Counted(stream, shown, max_unpacked), CHUNK)
     else:
-        opener: Any = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[packed]
-        with open_plain(path) as file, opener(file, "rb") as stream:
+        openers: dict[str, Any] = {
+            ".gz": gzip.open,
+            ".bz2": bz2.open,
+            ".xz": lzma.open,
+            ".zst": lambda file: _zstandard(shown, file),
+        }
+        with open_plain(path) as file, openers[packed](file) as stream:
             yield io.BufferedReader(_Counted(stream, shown, max_unpacked), CHUNK)
 
 
