@@ -29,7 +29,7 @@ screenshots: $(VENV)/page.stamp
 	$(BIN)/python tools/screenshots.py
 
 # Masks over 10,000 chat templates and conversations that are made up at random; `make test` checks 180. Other properties
-# are tried on 40 examples, or as many as GRAFTUNE_EXAMPLES says (tests/conftest.py); with 1000 the judges of tests/parity
+# are tried on 25 examples, or as many as GRAFTUNE_EXAMPLES says (tests/conftest.py); with 1000 the judges of tests/parity
 # and tests/tokenizer are asked about all their cases, too (tests/support/thorough.py).
 test-templates: $(VENV)/test.stamp
 	GRAFTUNE_TEMPLATE_CASES=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/data/test_generated_templates.py
@@ -37,15 +37,14 @@ test-templates: $(VENV)/test.stamp
 # Several ranks at length, with printed figures: fifty steps on 2 and 4 ranks, ten kills, two nodes, torchrun itself. Three minutes.
 # Then one process for 10^5 steps, a quarter of an hour: nothing may grow (on a GPU: soak_long.py --device cuda, 10^4 steps).
 # A million damaged files and a hundred thousand damaged records and templates: forty minutes of two cores.
-# And processes that race for memory of one device, queue for it and are killed while they write the ledger: half an hour.
-# Then 500 kills at random moments and disks that are full at every write, half an hour each.
+# Then 500 kills at random moments, half an hour; disks that are full at every write; and processes that race for memory
+# of one device or are killed while they write the ledger.
 soak: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/soak/soak_ranks.py $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak.soak_long
-	$(BIN)/python -m tests.soak.soak_ledger
 	$(BIN)/python -m tests.soak.soak_fuzz --count 1130000 --seconds 7200
 	$(BIN)/python -m tests.soak.soak_kills
-	$(BIN)/python -m tests.soak.soak_disk
+	GRAFTUNE_EXAMPLES=1000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/bad_input/test_disk.py tests/test_ledger.py
 
 # On a machine with a CUDA device. Several files at once: what takes time is compiling kernels, on the CPU.
 gpu-test: $(VENV)/test.stamp

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import importlib
 import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["GRAFTUNE_CACHE"] = tempfile.mkdtemp(prefix="graftune-")  # not the user's own
@@ -29,7 +31,7 @@ for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
 
 atexit.register(shutil.rmtree, os.environ["GRAFTUNE_CACHE"], ignore_errors=True)
 # Of a test that asks for no number of its own. GRAFTUNE_EXAMPLES=1000 looks further.
-settings.register_profile("graftune", max_examples=int(os.environ.get("GRAFTUNE_EXAMPLES", "40")), deadline=None)
+settings.register_profile("graftune", max_examples=int(os.environ.get("GRAFTUNE_EXAMPLES", "25")), deadline=None)
 settings.load_profile("graftune")
 if not torch.cuda.is_available():
     # Triton's interpreter runs the kernels then. Read when a kernel is defined, so before any kernel.py is imported.
@@ -87,6 +89,21 @@ def set_aside() -> None:
 def _quicker(request: pytest.FixtureRequest) -> None:
     set_aside()
     rehearsed_once.install("plan" not in request.module.__name__)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """In a fresh clone the first worker collects alone, since every module is compiled then; the others find that done.
+    The folder is among the last ones to be collected, and only test files are in it."""
+    tests = Path(__file__).parent
+    if not os.environ.get("PYTEST_XDIST_WORKER") or (tests / "two_ways" / "__pycache__").exists():
+        return (yield)
+    with open(__file__) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(file, fcntl.LOCK_SH)
+        return (yield)
 
 
 def pytest_sessionfinish() -> None:

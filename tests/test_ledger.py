@@ -24,6 +24,7 @@ from graftune.io.files import open_own
 from graftune.ledger import LEASE, Claim, Ledger, Memory, reservation
 from graftune.ledger import ledger as ledger_file
 from graftune.training.reserve import described
+from tests.support.thorough import THOROUGH
 
 GPU, ALL = "GPU-0", Memory(100, 100)
 
@@ -75,11 +76,13 @@ def ask(helper: subprocess.Popen[str], ledger: Ledger, size: int) -> bool:
 
 
 def test_racing_processes_never_get_more_than_there_is(tmp_path: Path) -> None:
-    """The short form of tests/soak/soak_ledger.py. Half of the winners are killed; their memory is free again."""
-    line = [sys.executable, "-m", "tests.support.ledger_race", str(tmp_path / "ledger"), "20", "6"]
+    """Half of the winners are killed; their memory is free again. So are processes that write the ledger."""
+    rounds, processes, kills = (1000, 32, 2000) if THOROUGH else (20, 6, 20)
+    how = map(str, (tmp_path / "ledger", rounds, processes, kills))
+    line = [sys.executable, "-m", "tests.support.ledger_race", *how]
     done = subprocess.run(line, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True)
     found = json.loads(done.stdout)
-    assert found["granted"] == {"1": 20} and found["left"] == 0
+    assert found["granted"] == {"1": rounds} and found["left"] == 0 and not found["faults"]
 
 
 def test_bytes_left_of_a_device(ledger: Ledger) -> None:

@@ -15,6 +15,11 @@ Refuse = Callable[..., str]
 
 
 @pytest.fixture
+def base(tiny_folder: Callable[[str], Path]) -> Path:
+    return tiny_folder("llama-shallow")
+
+
+@pytest.fixture
 def data(tmp_path: Path) -> Path:
     return write_data(tmp_path / "data.jsonl")
 

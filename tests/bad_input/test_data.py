@@ -16,11 +16,6 @@ GOOD = {"prompt": "abc", "response": "def"}
 CHAT = {"messages": [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "def"}]}
 
 
-@pytest.fixture
-def base(tiny_folder) -> Path:
-    return tiny_folder("llama-shallow")
-
-
 def test_no_such_data(base: Path, tmp_path: Path, refuse: Refuse) -> None:
     assert "no such file" in refuse(base, tmp_path / "none.jsonl")
     assert "is a folder" in refuse(base, tmp_path)

@@ -14,13 +14,9 @@ from graftune.cli import main
 from graftune.observe.events import read_events
 from graftune.weights import checkpoint, safetensors_io
 from tests.bad_input.conftest import Refuse
-from tests.training.runs import SETTINGS, adapter_bytes
+from tests.support.thorough import THOROUGH
+from tests.training.runs import SETTINGS, adapter_bytes, write_data
 from tests.training.troubles import FullDisk, set_back
-
-
-@pytest.fixture
-def base(tiny_folder) -> Path:
-    return tiny_folder("llama-shallow")
 
 
 def test_a_file_where_the_folder_should_be(base: Path, data: Path, tmp_path: Path, refuse: Refuse) -> None:
@@ -66,8 +62,6 @@ def test_what_was_in_the_folder_stays(base: Path, data: Path, tmp_path: Path, re
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory, tiny_folder) -> tuple[Path, Path]:
-    from tests.training.runs import write_data
-
     root = tmp_path_factory.mktemp("straight")
     data = write_data(root / "data.jsonl")
     line = ["train", str(tiny_folder("llama-shallow")), str(data), *SETTINGS, "--max-steps", "7", "--quiet"]
@@ -75,16 +69,17 @@ def straight(tmp_path_factory: pytest.TempPathFactory, tiny_folder) -> tuple[Pat
     return data, root / "run"
 
 
+@pytest.mark.parametrize("once", [False, True] if THOROUGH else [False])
 def test_a_disk_that_is_full_from_the_nth_write_on(
-    base: Path, straight: tuple[Path, Path], tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+    once: bool, base: Path, straight: tuple[Path, Path], tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """For every 24th of all writes of a run; tests/soak/soak_disk.py tries every one, and real disks."""
+    """Or, `once`, at that write alone. GRAFTUNE_EXAMPLES=1000 tries every write of a run instead of every 24th."""
     data, want = straight
     run, tried = tmp_path / "run", 0
     line = ["train", str(base), str(data), *SETTINGS, "--max-steps", "7", "--quiet", "--out", str(run)]
-    for at in range(3, 999, 24):
+    for at in range(1, 999) if THOROUGH else range(3, 999, 24):
         with monkeypatch.context() as patch:
-            disk = FullDisk(run, at).install(patch.setattr)
+            disk = FullDisk(run, at, once).install(patch.setattr)
             code = main(line)
         said = capsys.readouterr().err
         assert code == (2 if len(disk.kinds) >= at else 0) or "was not written" in said, (disk.kinds[at - 1], said)

@@ -90,25 +90,6 @@ def test_bytes_of_a_gpu() -> None:
     assert fits["405b bf16", "sharded"] == 16 and ("70b bf16", "replicated") not in fits
 
 
-@pytest.mark.parametrize("name", scale.MODELS)
-def test_what_grows_grows(name: str) -> None:
-    model = scale.MODELS[name]
-    steps = {
-        (way, network): [scale.step(model, way, ranks, rate).seconds for ranks in (1, *scale.RANKS)]
-        for way in scale.WAYS
-        for network, rate in scale.NETWORKS.items()
-    }
-    alone = scale.compute_seconds(model)
-    for (way, network), seconds in steps.items():
-        assert seconds == sorted(seconds) and seconds[0] == pytest.approx(alone), (way, network)
-        faster = zip(steps[way, "InfiniBand"], steps[way, "Ethernet"], strict=True)
-        assert all(a <= b for a, b in faster), way
-    for network in scale.NETWORKS:
-        assert all(a <= b + 1e-9 for a, b in zip(steps["replicated", network], steps["sharded", network], strict=True))
-    sizes = [scale.held_bytes(model, ranks) for ranks in scale.RANKS]
-    assert sizes == sorted(sizes, reverse=True)
-
-
 def test_the_record_is_current(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "scale.json"
     assert scale.main(["--json", str(path)]) == 0

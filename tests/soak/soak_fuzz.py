@@ -5,7 +5,7 @@ Every input is a function of (seed, format, number): `--only FORMAT --number N` 
 on its CPU seconds, its resident set (judge.py) and its address space. It prints the name of each input before it reads
 it, so that an input that ends the process is known; another process continues behind it.
 
-Prints a table, writes it as JSON to `--out`, and exits with 1 if any input failed. Needs no pytest.
+Prints a table, and exits with 1 if any input failed. Needs no pytest.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def add(row: Counter[str], accepted: bool, seconds: float, grown: int, fault: st
 
 def soak(
     folder: Path, count: int = 20_000, jobs: int = max(1, (os.cpu_count() or 2) - 1), seconds: float = 3600.0,
-    seed: int = 1, only: str = "", number: int = -1, out: str = "", keep: str = "", separate: bool = False,
+    seed: int = 1, only: str = "", number: int = -1, keep: str = "", separate: bool = False,
     worker: int = -1, skip: int = 0, until: float = 0.0,
 ) -> bool | None:  # fmt: skip
     flags = {"count": count, "jobs": jobs, "seed": seed, "only": only, "until": until or time.time() + seconds}
@@ -145,10 +145,6 @@ def soak(
         print(f"  {fault['format']} {fault['number']}: {fault['fault'][:60]}  {fault['detail'][-160:]!r}")
     total, took = sum(row["inputs"] for row in rows.values()), round(time.time() - began, 1)
     print(f"{total} inputs in {took:.0f} s by {jobs} workers, {len(faults)} failures, seed {seed}")
-    if out:
-        table = [{"format": name, **row, "factor": known[name].factor} for name, row in rows.items()]
-        document = {"seed": seed, "seconds": took, "jobs": jobs, "inputs": total, "formats": table, "faults": faults}
-        Path(out).write_text(json.dumps(document, indent=1))
     return not faults
 
 

@@ -1,4 +1,5 @@
-"""Processes that race for a device of 100 units, 60 each: `python -m tests.support.ledger_race FOLDER ROUNDS N`.
+"""Processes that race for a device of 100 units, 60 each, and writers of the ledger that are killed at random moments:
+`python -m tests.support.ledger_race FOLDER ROUNDS N KILLS`.
 
 Every round's processes are new ones, forked from this small one (no torch), that all ask at once. Whoever is granted
 the memory says so in memory that all of them share, where they are counted; then it gives the memory back or, every
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import random
 import signal
 import sys
 import time
@@ -69,5 +71,28 @@ def one_round(folder: str, processes: int, *, killed: bool) -> int:
     return len(holders)
 
 
+def kills(folder: str, count: int) -> list[str]:
+    """Writers killed at random moments: what is said of the ledger afterwards, which should be nothing."""
+    said, draw, total = list[str](), random.Random(1), Memory(TOTAL, TOTAL)
+    ledger = Ledger(folder, warn=said.append)
+    for _ in range(count):
+        child = os.fork()
+        while not child:
+            claim = Ledger(folder).claim("GPU-0", SIZE, task="x" * draw.randint(1, 90))
+            claim.take(total)
+            claim.renew(draw.randint(0, SIZE))
+            claim.release()
+        time.sleep(draw.uniform(0.0005, 0.02))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        claim = ledger.claim("GPU-0", TOTAL - 5, task="all of it")
+        claim.take(total)
+        if not claim.granted:
+            said.append("what a dead process held is not free")
+        claim.release()
+    return said
+
+
 if __name__ == "__main__":
-    print(json.dumps(race(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))
+    folder, rounds, processes, count = sys.argv[1], *map(int, sys.argv[2:])
+    print(json.dumps(race(folder, rounds, processes) | {"faults": kills(folder, count)}))

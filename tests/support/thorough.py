@@ -8,4 +8,4 @@ from __future__ import annotations
 
 import os
 
-THOROUGH = int(os.environ.get("GRAFTUNE_EXAMPLES", "40")) >= 1000
+THOROUGH = int(os.environ.get("GRAFTUNE_EXAMPLES", "25")) >= 1000

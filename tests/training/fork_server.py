@@ -57,11 +57,8 @@ def die_at(place: str, count: int) -> None:
 def run(request: dict[str, Any]) -> int:
     """`graftune ...` with its output in the log; the exit code."""
     from graftune.cli import main
-    from tests.training import troubles
 
     fork_server.write_output_to(request["log"], os.O_TRUNC)
-    if request["trouble"]:
-        troubles.befall(request["trouble"])
     try:
         return main(request["line"])
     finally:

@@ -10,7 +10,6 @@ import json
 import random
 import time
 from pathlib import Path
-from typing import Any
 
 from tests.support.fork_server import Server
 
@@ -69,12 +68,11 @@ class Processes:
         log: Path,
         here: bool = False,
         environment: dict[str, str] | None = None,
-        trouble: dict[str, Any] | None = None,
     ) -> int:
         """`here`: in the server itself, so that its children have what it imported and rehearsed. `environment`: what a
-        child has beside the server's. `trouble`: what befalls it (troubles.py)."""
+        child has beside the server's."""
         request = {"line": list(map(str, line)), "die_at": die_at, "log": str(log), "here": here}
-        request |= {"environment": environment or {}, "trouble": trouble}
+        request |= {"environment": environment or {}}
         return int(self.server.send(request)["pid"])
 
     def wait(self) -> int:

@@ -1,5 +1,4 @@
-"""Disks and machines that fail, made inside a process: a disk that is full from the n-th write on, few file handles,
-small files, a clock that is set back. Used by forked children (fork_server.py) and inside tests."""
+"""Machines that fail, made inside a process: a disk that is full from the n-th write on, a clock that is set back."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import builtins
 import errno
 import io
 import os
-import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +20,6 @@ class FullDisk:
 
     def __init__(self, folder: Path, at: int = 0, once: bool = False):
         self.folder, self.at, self.once, self.kinds = str(folder), at, once, list[str]()
-        self.listed = -1  # the handle of a file for the names
 
     def install(self, put: Callable[[Any, str, Any], None]) -> FullDisk:
         from graftune.io import files
@@ -41,8 +38,6 @@ class FullDisk:
             place = self._place(name, args, named)
             if place is not None and place.startswith(self.folder):
                 self.kinds.append(f"{name} {Path(place).name}")
-                if self.listed >= 0:
-                    os.write(self.listed, self.kinds[-1].encode() + b"\n")
                 late = len(self.kinds) == self.at if self.once else len(self.kinds) >= self.at
                 if self.at and late:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), place)
@@ -65,20 +60,6 @@ class FullDisk:
             writes = how & (os.O_CREAT | os.O_WRONLY | os.O_RDWR) if isinstance(how, int) else set(how) & set("wax+")
             return os.fspath(args[0]) if writes else None
         return os.fspath(args[0])
-
-
-def befall(trouble: dict[str, Any]) -> None:
-    """In a child of its own, which ends with it."""
-    if "full_at" in trouble:
-        disk = FullDisk(Path(trouble["folder"]), trouble["full_at"], trouble["once"]).install(setattr)
-        disk.listed = os.open(trouble["list"], os.O_CREAT | os.O_TRUNC | os.O_WRONLY) if "list" in trouble else -1
-    if "handles" in trouble:
-        open_now = len(os.listdir("/proc/self/fd")) - 1
-        resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + trouble["handles"],) * 2)
-    if "largest_file" in trouble:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (trouble["largest_file"],) * 2)
-    if "clock" in trouble:
-        set_back(setattr, trouble["clock"])
 
 
 def set_back(put: Callable[[Any, str, Any], None], seconds: float, after: int = 20) -> None:
