@@ -51,25 +51,6 @@ def test_a_lock_beats_while_it_is_held(tmp_path: Path, monkeypatch: pytest.Monke
         assert lock.path.stat().st_mtime > 0
 
 
-def test_a_lock_that_is_taken_away_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between opening the file and locking it, its last owner deletes it: that lock would keep no process out."""
-    lock, real = FolderLock(tmp_path), os.open
-    opened: list[object] = []
-
-    def then_gone(path: Any, *how: Any) -> int:
-        handle = real(path, *how)
-        if not opened:
-            lock.path.unlink()
-        opened.append(path)
-        return handle
-
-    monkeypatch.setattr(os, "open", then_gone)
-    with lock:
-        assert len(opened) == 2
-        with pytest.raises(GraftuneError, match="is training"):
-            FolderLock(tmp_path).acquire()
-
-
 def test_a_file_system_without_locks_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "no locks")

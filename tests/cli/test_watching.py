@@ -67,7 +67,7 @@ def test_a_profile_looks_first_and_writes_last(
     run = write_run(tmp_path / "run", start(3), step(1), tokens_per_step=512)
     for trace in (tmp_path / "none" / "t.json", tmp_path):
         assert main(["profile", str(run), "--trace", str(trace)]) == 2
-    assert not profiled and "there is no such folder; make it" in capsys.readouterr().err
+    assert not profiled and "cannot be written; give --trace" in capsys.readouterr().err
     assert main(["profile", str(run), "--tokens-per-step", "64"]) == 0
     assert profiled == [64] and not (run / "profile.json").exists()
     assert "not the run's own settings: its profile.json is left" in capsys.readouterr().err

@@ -41,7 +41,6 @@ def make(terminal: bool = False, **how: bool) -> tuple[Console, io.StringIO, io.
 def everything(console: Console) -> None:
     console.note("a note")
     console.warn("a warning")
-    console.heading("a heading")
     console.table("a table", ("name", "value"), [("loss", 1.5), ("steps", 20)])
     console.side_by_side("answers", [AnswerRow("p", "b", "t", "r")])
     console.line("a line")
@@ -55,7 +54,7 @@ def test_results_go_to_stdout_and_notes_to_stderr() -> None:
     everything(console)
     assert "a table" in out.getvalue() and "answers" in out.getvalue() and "a line" in out.getvalue()
     assert "ok" not in out.getvalue()
-    for text in ("a note", "warning: a warning", "a heading", "step 1/2"):
+    for text in ("a note", "warning: a warning", "step 1/2"):
         assert text in err.getvalue() and text not in out.getvalue()
 
 

@@ -98,12 +98,9 @@ def profile(
 def _check_trace(trace: str) -> None:
     """Before any step is taken."""
     path = Path(trace)
-    if trace and path.is_dir():
-        raise GraftuneError("is a folder", where=trace, fix="give --trace the name of a file")
-    if trace and not path.parent.is_dir():
-        raise GraftuneError("there is no such folder", where=str(path.parent), fix="make it, or give --trace another")
-    if trace and not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise GraftuneError("cannot be written", where=trace, fix="give --trace a file that can be")
+    if trace and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+        fix = "give --trace the name of a file in a folder that exists"
+        raise GraftuneError("cannot be written", where=trace, fix=fix)
 
 
 def show(console: Console, found: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ that is held of a file is bounded.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -14,8 +13,6 @@ from pathlib import Path
 
 from graftune.errors import GraftuneError
 from graftune.io.files import open_plain
-from graftune.io.json_file import no_collections
-from graftune.observe.events import Event, parsed
 
 CHUNK = 1 << 18  # bytes read at once; decoding them blocks other threads for some milliseconds
 LONGEST = 1 << 20  # bytes of a line
@@ -78,15 +75,3 @@ class LineReader:
                 yield piece
             elif len(held) > LONGEST:
                 self.bad, self.offset, held = self.bad + 1, place, b""
-
-
-def events_of(piece: bytes) -> list[Event | None]:
-    """The event on each line, None where there is none."""
-    with no_collections():
-        try:  # one call for all lines is twice as fast
-            found = json.loads(b"[" + piece[:-1].replace(b"\n", b",") + b"]")
-        except (ValueError, RecursionError):
-            found = []
-        if len(found) != piece.count(b"\n"):  # a line with two values also looks like a list when joined
-            return [parsed(line) for line in piece[:-1].split(b"\n")]
-    return [each if isinstance(each, dict) and isinstance(each.get("event"), str) else None for each in found]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from operator import itemgetter
 
-from graftune.dashboard.line_reader import LineReader, events_of
-from graftune.observe.events import Event, number, step_of, whole
+from graftune.dashboard.line_reader import LineReader
+from graftune.observe.events import Event, number, parsed, step_of, whole
 
 STEP = b'{"event": "step", '  # how EventLog begins a step
 FIELDS = ("event", "time", "step", "loss", "tok_s", "examples", "encoded", "stopped", "signal")  # that are shown
@@ -43,9 +43,8 @@ class RunSummary(LineReader):
             else:
                 wanted += [pending, line]
                 pending = b""
-        wanted = [line for line in [*wanted, pending] if line]
-        for event in events_of(b"".join(line + b"\n" for line in wanted)):
-            if event is not None:
+        for line in [*wanted, pending]:
+            if (event := parsed(line)) is not None:
                 self._add(event)
 
     def _add(self, event: Event) -> None:

@@ -95,39 +95,30 @@ class FolderLock:
 
     def __init__(self, folder: str | Path):
         self.path, self.unsupported = Path(folder) / LOCK, ""
-        self._handle = -1
-        self._released, self._closing = threading.Event(), threading.Lock()
+        self._released = threading.Event()
 
     def acquire(self) -> FolderLock:
-        while self._handle < 0:
-            handle = open_own(self.path)
-            try:
-                self._lock(handle)
-                same = self._is(handle)  # not if its last owner has just taken it away with the folder
-            except BaseException:
-                os.close(handle)
-                raise
-            if same:
-                self._handle = handle
-            else:
-                os.close(handle)
+        self._handle = open_own(self.path)
         try:
+            self._lock(self._handle)
             os.ftruncate(self._handle, 0)
             me = LockOwner.me(os.fstat(self._handle).st_ino)
             os.pwrite(self._handle, json.dumps(asdict(me)).encode() + b"\n", 0)
-        except OSError as error:  # a full disk
-            self.release()
-            raise OSError(error.errno, error.strerror, str(self.path)) from None
+        except BaseException as error:
+            os.close(self._handle)
+            if isinstance(error, OSError):  # a full disk
+                raise OSError(error.errno, error.strerror, str(self.path)) from None
+            raise
         self._released.clear()
-        threading.Thread(target=self._beat, args=(self._handle,), name="heartbeat", daemon=True).start()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._thread.start()
         return self
 
-    def _beat(self, handle: int) -> None:
+    def _beat(self) -> None:
         """Renew the file's time until the lock is released. A disk that refuses once may take the next one."""
         while not self._released.wait(BEAT):
-            with self._closing, suppress(OSError):
-                if not self._released.is_set():  # or the number may be another file's by now
-                    os.utime(handle)
+            with suppress(OSError):
+                os.utime(self._handle)
 
     def _lock(self, handle: int) -> None:
         try:
@@ -145,22 +136,12 @@ class FolderLock:
                 raise
             self.unsupported = os.strerror(error.errno)
 
-    def _is(self, handle: int) -> bool:
-        try:
-            there = os.stat(self.path, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        mine = os.fstat(handle)
-        return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
-
     def release(self) -> None:
-        if self._handle >= 0:
-            self._released.set()
-            with self._closing:
-                with suppress(OSError):
-                    os.ftruncate(self._handle, 0)
-                os.close(self._handle)
-            self._handle = -1
+        self._released.set()
+        self._thread.join()
+        with suppress(OSError):
+            os.ftruncate(self._handle, 0)
+        os.close(self._handle)
 
     def __enter__(self) -> FolderLock:
         return self.acquire()

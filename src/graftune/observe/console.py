@@ -38,7 +38,7 @@ class AnswerRow:
 
 
 class Console:
-    """`json`: stdout contains only `result`. `quiet`: no notes, headings or progress; warnings and results stay.
+    """`json`: stdout contains only `result`. `quiet`: no notes or progress; warnings and results stay.
     `silent`: only `fail`, for every rank of a run except the first."""
 
     documents: ClassVar[int] = 0  # printed by this process: an error after one does not print a second
@@ -98,10 +98,6 @@ class Console:
             self._failures.write(f"graftune: {one_line(text, longest=2000)}\n")
             self._failures.flush()
         self.result({"error": {"message": text}})
-
-    def heading(self, text: str) -> None:
-        if not self.quiet:
-            self._write(self._err, f"\n{printable(text)}", style="bold")
 
     # Results: to stdout, or to stderr while stdout is reserved for the JSON document.
 
@@ -166,13 +162,8 @@ class Console:
         """A rich renderable of another module (the data preview), as a result; without colours unless on a terminal."""
         with self._surviving(stream := self._results), self._bar_hidden():
             # A file or pipe has no width to wrap to.
-            self._rich_console(stream).print(_Printable(renderable), soft_wrap=not self.terminal)
+            self._rich_console(stream).print(_Printable(renderable), soft_wrap=not stream.isatty())
             stream.flush()
-
-    @property
-    def terminal(self) -> bool:
-        """Whether results go to a terminal, where rich renders them."""
-        return self._results.isatty()
 
     @contextmanager
     def progress(self, total: int, done: int = 0, label: str = TRAINING, unit: str = "") -> Iterator[WorkProgress]:
