@@ -80,7 +80,7 @@ def test_tensors_of_its_own_start_as_it_says() -> None:
 def test_its_norms_and_shapes_are_stored_as_it_says() -> None:
     names = ("layers.0.linear_attn.norm", "layers.0.linear_attn.k_norm", "layers.1.input_layernorm", "norm")
     stored = {f"{name}.weight": TensorRows(torch.zeros(8)) for name in names}
-    read = {name: float(t.values()[0]) for name, t in rows.from_hf_norms(stored, SPEC).items()}
+    read = {name: float(t.values()[0]) for name, t in rows.shifted_norms(stored, SPEC, 1).items()}
     assert list(read.values()) == [0.0, 1.0, 1.0, 1.0]
     taps = "layers.0.linear_attn.conv1d.weight"
     assert rows.shapes_of(SPEC, taps) == ((16, 1, 4), (16, 4))

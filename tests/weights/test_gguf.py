@@ -121,5 +121,6 @@ def test_training_leaves_the_file_alone(tmp_path: Path) -> None:
         line = ["train", str(path), str(data), "--base-dtype", dtype, "--out", str(tmp_path / dtype), "--quiet"]
         assert main([*line, "--max-steps", "2", "--samples", "0", "--device", "cpu"]) == 0
     assert (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns) == before
-    adapters = [(tmp_path / d / "adapter" / "adapter_config.json").read_text() for d in ("keep", "fp32")]
-    assert all(before[0] in text and str(path) in text for text in adapters)
+    for adapter in (tmp_path / "keep" / "adapter", tmp_path / "fp32" / "adapter"):
+        assert str(path) in (adapter / "adapter_config.json").read_text()
+        assert before[0] in (adapter / "graftune.json").read_text()

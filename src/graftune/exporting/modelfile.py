@@ -53,16 +53,11 @@ class TurnTexts:
 
     def _after(self, role: str) -> str:
         found = {before: text for (before, after), text in self.between.items() if after == role}
-        first, *others = found.items()
-        if all(text == first[1] for _, text in others):
-            return _literal(first[1])
-        parts = [f'{{{{ if eq $before "{first[0]}" }}}}{_literal(first[1])}']
-        rest = dict(others)
-        while len(set(rest.values())) > 1:
-            before, text = next(iter(rest.items()))
-            del rest[before]
-            parts.append(f'{{{{ else if eq $before "{before}" }}}}{_literal(text)}')
-        return "".join(parts) + "{{ else }}" + _literal(next(iter(rest.values()))) + "{{ end }}"
+        *others, (_, last) = found.items()
+        cases = [f'if eq $before "{before}" }}}}{_literal(text)}' for before, text in others if text != last]
+        if not cases:
+            return _literal(last)
+        return "{{ " + "{{ else ".join(cases) + "{{ else }}" + _literal(last) + "{{ end }}"
 
 
 def _literal(text: str) -> str:

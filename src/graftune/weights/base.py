@@ -229,7 +229,7 @@ def _open_folder(name: str, folder: Path) -> Base:
     described = _open_config(name, _config_in(folder))
     found = assembled(safetensors_io.open_folder(folder), folder)
     tensors = {names.from_hf(n): t for n, t in found.items() if not n.endswith("rotary_emb.inv_freq")}
-    tensors = rows_.from_hf_norms(tensors, described.spec)
+    tensors = rows_.shifted_norms(tensors, described.spec, 1)
     if described.spec.experts:
         tensors = experts.from_folder(tensors, described.spec)
     return dataclasses.replace(described, path=folder, kind="safetensors", tensors=tensors)

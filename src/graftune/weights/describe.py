@@ -7,7 +7,7 @@ that the reason for the refusal can be understood.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,14 +126,10 @@ def _gguf_facts(path: Path) -> dict[str, Any]:
         "name": file.metadata.get("general.name"),
         "architecture": file.metadata.get("general.architecture"),
         "type": file.metadata.get("general.type"),
-        "part": f"{file.metadata['split.no']} of {file.metadata['split.count']}" if _split(file.metadata) else None,
+        "part": f"{file.metadata.get('split.no')} of {parts}" if (parts := file.metadata.get("split.count")) else None,
         "weights": _weights((t.dtype_name, t.nbytes) for t in file.tensors.values()),
     }
     return {key: value for key, value in found.items() if value}
-
-
-def _split(metadata: Mapping[str, Any]) -> bool:
-    return "split.no" in metadata and "split.count" in metadata
 
 
 def _config_facts(path: Path) -> dict[str, Any]:

@@ -32,7 +32,6 @@ TYPE_TRAITS = {kind.name: traits for kind, traits in find("gguf.quants._type_tra
 MOST_ENTRIES = 1 << 23  # of a vocabulary, or bytes of a text: a large file must not make its header large
 LARGEST_ALIGNMENT = 1 << 16
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-_AGAIN = "the parts belong to different models: download them again"
 _SCALARS = {
     GGUFValueType.UINT8: "<B",
     GGUFValueType.INT8: "<b",
@@ -127,14 +126,14 @@ def read_model(path: Path) -> tuple[GgufFile, tuple[Path, ...]]:
                 where=str(part),
                 fix="the parts are mixed up: download them again",
             )
-        if twice := whole.tensors.keys() & one.tensors.keys():
-            raise GraftuneError(f"holds {min(twice)}, as a part before it does", where=str(part), fix=_AGAIN)
         whole.tensors.update(one.tensors)
         whole.metadata = whole.metadata or one.metadata
     declared = whole.metadata.get("split.tensors.count")
     if declared != len(whole.tensors):
         raise GraftuneError(
-            f"its parts hold {len(whole.tensors)} tensors of {declared!r}", where=str(paths[0]), fix=_AGAIN
+            f"its parts hold {len(whole.tensors)} tensors of {declared!r}",
+            where=str(paths[0]),
+            fix="the parts belong to different models: download them again",
         )
     return whole, paths
 
@@ -170,7 +169,6 @@ def read_gguf(path: str | Path) -> GgufFile:
         if name in tensors:
             raise cursor.broken(f"tensor {name!r} occurs twice")
         tensors[name] = _placed(cursor, raw, name, shape, kind, start + offset)
-    _check_overlap(cursor, {name: (start + offset, tensors[name].nbytes) for name, _, _, offset in described})
     return GgufFile(path, metadata, tensors)
 
 
@@ -205,14 +203,6 @@ def is_adapter_file(path: Path) -> bool:
     except GraftuneError:
         pass
     return False
-
-
-def _check_overlap(cursor: _Cursor, places: dict[str, tuple[int, int]]) -> None:
-    end, before = 0, ""
-    for name, (at, size) in sorted(places.items(), key=lambda item: item[1]):
-        if at < end:
-            raise cursor.broken(f"tensors {before!r} and {name!r} lie over each other")
-        end, before = at + size, name
 
 
 def _placed(

@@ -65,7 +65,7 @@ def write_model(
     What is at `folder` is replaced."""
     tensors = [
         OutputTensor(names.to_hf(family_of(base.spec).to_folder(name)), source, NAMES[dtypes[name]])
-        for name, source in rows.to_hf_norms(sources, base.spec).items()
+        for name, source in rows.shifted_norms(sources, base.spec, -1).items()
     ]
     with new_folder(folder) as aside:
         sums = _write_weights(aside, tensors, shard_bytes, watcher)

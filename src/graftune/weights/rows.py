@@ -137,15 +137,8 @@ def shapes_of(spec: ModelSpec, name: str) -> tuple[tuple[int, ...], tuple[int, .
     return (shape, tuple(size for size in shape if size != 1)) if 1 in shape else None
 
 
-def from_hf_norms(tensors: Mapping[str, RowSource], spec: ModelSpec) -> dict[str, RowSource]:
-    """Tensors by our names, as a checkpoint of Hugging Face holds them -> as the engine computes with them."""
-    return _shifted(tensors, spec, 1)
-
-
-def to_hf_norms(tensors: Mapping[str, RowSource], spec: ModelSpec) -> dict[str, RowSource]:
-    return _shifted(tensors, spec, -1)
-
-
-def _shifted(tensors: Mapping[str, RowSource], spec: ModelSpec, sign: int) -> dict[str, RowSource]:
+def shifted_norms(tensors: Mapping[str, RowSource], spec: ModelSpec, sign: int) -> dict[str, RowSource]:
+    """Tensors by our names, from a checkpoint of Hugging Face (`sign` 1) to the values that the engine computes with,
+    or back (-1)."""
     shifts = {name: sign * spec.norm_offset(name) for name in tensors}
     return {name: AddedVector(t, shifts[name]) if shifts[name] else t for name, t in tensors.items()}

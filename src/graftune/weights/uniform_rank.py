@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,18 +26,10 @@ MOST_PATTERNS = 4000  # one for each module of a model, and more
 SECONDS = 1.0  # for an expression and a name; real ones take microseconds
 
 
-class UniformRank(NamedTuple):
-    tensors: dict[str, torch.Tensor]
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-    partial: bool  # whether modules may be missing in some layers
-
-
 def with_uniform_rank(
     tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any], refuse: Callable[[str], GraftuneError], where: str
-) -> UniformRank:
-    """`values`: PEFT's settings."""
+) -> tuple[dict[str, torch.Tensor], int, float, tuple[str, ...], bool]:
+    """(tensors, rank, alpha, targets, whether modules may be missing in some layers). `values`: PEFT's settings."""
     downs = {n.removesuffix(".lora_A.weight"): t for n, t in tensors.items() if n.endswith(".lora_A.weight")}
     for module in downs:
         first, _, rest = module.partition(".")
@@ -67,7 +59,7 @@ def with_uniform_rank(
     )
     targets = tuple(t for t in TARGETS if t in (found if partial else found | listed))
     if len(set(ranks.values())) == len(set(alphas.values())) == 1:
-        return UniformRank(dict(tensors), rank, next(iter(alphas.values())), targets, partial)
+        return dict(tensors), rank, next(iter(alphas.values())), targets, partial
 
     def per_rank(of: float) -> float:
         return math.sqrt(of) if values.get("use_rslora") else of
@@ -82,7 +74,7 @@ def with_uniform_rank(
         more = rank - ranks[module]
         made[f"{module}.lora_A.weight"] = torch.nn.functional.pad(down, (0, 0, 0, more))
         made[f"{module}.lora_B.weight"] = torch.nn.functional.pad(up * (scales[module] / usual), (0, more))
-    return UniformRank(made, rank, usual * per_rank(rank), targets, partial)
+    return made, rank, usual * per_rank(rank), targets, partial
 
 
 def filled(tensors: Mapping[str, torch.Tensor], spec: ModelSpec, lora: Any) -> dict[str, torch.Tensor]:

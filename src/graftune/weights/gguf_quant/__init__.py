@@ -112,8 +112,8 @@ def _parts(x: torch.Tensor, kind: str) -> pack.Parts:
         scale, small = search.scaled_groups(grouped, within, search.Range(*((-32, 31) if half == 4 else (-128, 127))))
         codes = within.nearest(grouped, search.inverse(scale.float() * small), grouped)
         return write(scale, small.t(), _bytes(codes.add_(half)))
-    found = search.shifted_groups(_groups(x, 8), 15 if kind == "Q4_K" else 31)
-    return pack.with_minima(kind, (found.scale, found.least), found.scales.t(), found.minima.t(), _bytes(found.codes))
+    scale, least, small, minima, codes = search.shifted_groups(_groups(x, 8), 15 if kind == "Q4_K" else 31)
+    return pack.with_minima(kind, (scale, least), small.t(), minima.t(), _bytes(codes))
 
 
 def _groups(x: torch.Tensor, groups: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -61,28 +61,19 @@ def better(new: Sequence[torch.Tensor], old: Sequence[torch.Tensor]) -> list[tor
     return [torch.where(more, a, b) for a, b in zip(new, old, strict=True)]
 
 
-class Levels(Protocol):
-    """The values a code stands for, before scales."""
-
-    @property
-    def tries(self) -> Sequence[float]:
-        """Where the largest value of a group may come to lie: as many as a power of two."""
-
-    def nearest(self, x: torch.Tensor, per_step: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """The level nearest to x * per_step, into `out`."""
-
-
 class Range(NamedTuple):
-    """Whole numbers from low, below 0, to high."""
+    """Levels: whole numbers from low, below 0, to high."""
 
     low: int
     high: int
 
     @property
     def tries(self) -> Sequence[float]:
+        """Where the largest value of a group may come to lie: as many as a power of two."""
         return [self.low - near for near in NEAR]
 
     def nearest(self, x: torch.Tensor, per_step: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """The level nearest to x * per_step, into `out`."""
         return torch.mul(x, per_step, out=out).round_().clamp_(self.low, self.high)
 
 
@@ -109,6 +100,9 @@ class Curve:
 
     def codes(self, x: torch.Tensor, per_step: torch.Tensor) -> torch.Tensor:
         return self._codes.index_select(0, self._places(x, per_step, torch.empty_like(x))).view(x.shape)
+
+
+Levels = Range | Curve  # the values that a code stands for, before scales
 
 
 @cache
@@ -258,21 +252,12 @@ def best_pair(group: Group, top: int) -> tuple[torch.Tensor, torch.Tensor]:
     return scale, least
 
 
-class Shifted(NamedTuple):
-    """x ~ (scale s) c - (least m), with s and m in 0..63."""
-
-    scale: torch.Tensor  # [n] fp16
-    least: torch.Tensor  # [n] fp16
-    scales: torch.Tensor  # [groups, n]
-    minima: torch.Tensor  # [groups, n]
-    codes: torch.Tensor  # [g, groups, n]
-
-
 SIX_BITS = Range(0, 63)
 
 
-def shifted_groups(x: torch.Tensor, top: int) -> Shifted:
-    """x [g, groups, n]."""
+def shifted_groups(x: torch.Tensor, top: int) -> tuple[torch.Tensor, ...]:
+    """x [g, groups, n] ~ (scale s) c - (least m), with s and m in 0..63: (scale [n] fp16, least [n] fp16, s [groups,
+    n], m [groups, n], c [g, groups, n])."""
     group = Group.of(x)
     wanted, least_wanted = best_pair(group, top)
     scale, least = as_half(wanted.clamp_(min=0).amax(0) / 63), as_half(least_wanted.neg_().amax(0) / 63)
@@ -287,7 +272,7 @@ def shifted_groups(x: torch.Tensor, top: int) -> Shifted:
             s, m = _small_pair(sums, scale, least)
             scale, least = _common_pair(sums, s, m, group.total)
     _, scale, least, s, m = best
-    return Shifted(scale.half(), least.half(), s, m, group.encode(scale * s, -(least * m), top))
+    return scale.half(), least.half(), s, m, group.encode(scale * s, -(least * m), top)
 
 
 def _small_pair(sums: Sums, scale: torch.Tensor, least: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

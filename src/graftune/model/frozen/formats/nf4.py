@@ -82,7 +82,8 @@ class Nf4Rows:
 
 class Nf4Tensor(CheckpointWeight):
     def load(self, device: torch.device) -> Nf4Rows:
-        return Nf4Rows(nf4.from_checkpoint(_Tensors(self.parts), self.name).to(device))
+        tensors = {name: part.values() for name, part in self.parts.items()}
+        return Nf4Rows(nf4.from_checkpoint(tensors, self.name).to(device))
 
     def empty(self, device: torch.device) -> Nf4Rows:
         count = math.prod(self.shape)
@@ -93,22 +94,6 @@ class Nf4Tensor(CheckpointWeight):
         scales = torch.empty(blocks, dtype=torch.uint8, device=device)
         groups, entries, offset = (torch.empty(n, device=device) for n in ((ceil_div(blocks, GROUP),), (256,), ()))
         return Nf4Rows(Nf4(self.shape, torch.bfloat16, codes, scales, groups, entries, offset))
-
-
-@dataclass(frozen=True)
-class _Tensors(Mapping[str, torch.Tensor]):
-    """The parts of a weight, each read when it is accessed."""
-
-    parts: Mapping[str, RowSource]
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self.parts[name].values()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.parts)
-
-    def __len__(self) -> int:
-        return len(self.parts)
 
 
 class Nf4Format(WeightFormat):
@@ -131,7 +116,8 @@ class Nf4Format(WeightFormat):
             if mark:
                 keys = (weight, *(weight + part for part in PARTS), name)
                 parts = {key: tensors[key] for key in keys if key in tensors}
-                found[weight] = Nf4Tensor(weight, parts, nf4.checkpoint_shape(_Tensors(parts), weight), "nf4")
+                shape = nf4.checkpoint_shape({name: tensors[name].values()}, weight)
+                found[weight] = Nf4Tensor(weight, parts, shape, "nf4")
                 taken |= parts.keys()
         return found, {name: tensor for name, tensor in tensors.items() if name not in taken}
 
