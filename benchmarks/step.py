@@ -68,13 +68,14 @@ def opened(case: Case, device: torch.device, *, ranked: bool = False, **more: An
 
 def alone() -> World:
     """A world of one rank, as torchrun makes it of one process."""
-    from graftune.dist.world import join
+    from graftune.dist.world import connect, join
     from graftune.ranks import Ranks
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    return join(Ranks(0, 1, 0, 1, "127.0.0.1", port))
+    ranks = Ranks(0, 1, 0, 1, "127.0.0.1", port)
+    return join(ranks, *connect(ranks))
 
 
 def ours(case: Case, device: torch.device, *, graph: bool = True, ranked: bool = False) -> measure.Runner:

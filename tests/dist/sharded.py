@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from graftune.batch import Example
 from graftune.settings.config import Config, LoraConfig
 from graftune.dist.shard import shards_of
-from graftune.dist.world import join
+from graftune.dist.world import connect, join
 from graftune.infer.sample import Sampling
 from graftune.losses import Anchored
 from graftune.model.bundles import Bundles, BundleStorage
@@ -137,7 +137,7 @@ def main(place: str) -> int:
     folder = Path(place)
     ranks = from_environment()
     assert ranks is not None
-    world = join(ranks)
+    world = join(ranks, *connect(ranks))
     world.attach(torch.device("cpu"))
     facts = {}
     for case in CASES:

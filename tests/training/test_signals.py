@@ -176,7 +176,7 @@ def test_what_is_lost() -> None:
 
 
 def test_ranks_that_were_stopped_together_do_not_blame_each_other() -> None:
-    watch = Watch(Ranks(0, 2, 0, 2, "127.0.0.1", 1))
+    watch = Watch(Ranks(0, 2, 0, 2, "127.0.0.1", 1), print, 1)
     now = time.monotonic()
     watch._pulses, watch._since = {1: ([5, 3, 2, ""], now - 100)}, now - 100
     watch._leave_out(99.0)

@@ -43,11 +43,9 @@ class Watch:
     """Watches the other ranks. It starts before they meet; `deadline` may be set later. `say` prints the one
     sentence."""
 
-    def __init__(
-        self, ranks: Ranks, say: Callable[[str], None] | None = None, *, deadline: float = 0.0, attempt: int = 1
-    ):
-        self.ranks, self.deadline, self.attempt = ranks, deadline, attempt
-        self.say = say or (lambda text: print(f"graftune: {text}", file=sys.stderr, flush=True))
+    def __init__(self, ranks: Ranks, say: Callable[[str], None], attempt: int):
+        self.ranks, self.say, self.attempt = ranks, say, attempt
+        self.deadline = 0.0  # seconds; 0: none
         self.at_end: list[Callable[[], None]] = []  # called before the process ends
         self.doing = "starting"  # while it is not stepping
         self._begun, self._done, self._since, self._longest = 0, 0, 0.0, 0.0
@@ -62,9 +60,9 @@ class Watch:
             for name, work in (("watch", self._watch), ("watch-store", self._watch_store))
         ]
 
-    def start(self, seconds: float = 30.0) -> None:
+    def start(self) -> None:
         """Start the threads, on a separate connection: the main thread may be blocked on the other one."""
-        timeout = datetime.timedelta(seconds=seconds)
+        timeout = datetime.timedelta(seconds=30.0)
         store = dist.TCPStore(
             self.ranks.host, self.ranks.port, None, False, timeout=timeout, wait_for_workers=False, multi_tenant=False
         )

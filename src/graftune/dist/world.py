@@ -38,7 +38,7 @@ Made = TypeVar("Made")
 class World:
     """One process among those of a run. `join` makes one; `attach` adds the group for a device's tensors."""
 
-    def __init__(self, ranks: Ranks, store: dist.Store, host: dist.ProcessGroup, attempt: int = 1):
+    def __init__(self, ranks: Ranks, store: dist.Store, host: dist.ProcessGroup, attempt: int):
         self.ranks, self.store, self.host = ranks, store, host
         self.attempt = attempt  # which start of the ranks this is, if a launcher has started them again
         self.rank, self.size, self.local_rank = ranks.rank, ranks.size, ranks.local_rank
@@ -146,12 +146,10 @@ class World:
         self._group = None
 
 
-def join(ranks: Ranks, store: dist.Store | None = None, attempt: int = 1, *, seconds: float = 0.0) -> World:
-    """Meet the other ranks, check that all of them fit together, and make the host's group."""
-    seconds = seconds or JOIN_SECONDS
-    if store is None:
-        store, attempt = connect(ranks, seconds)
-    _meet(ranks, store, attempt, seconds)
+def join(ranks: Ranks, store: dist.Store, attempt: int) -> World:
+    """Meet the other ranks in the store of `connect`, check that all of them fit together, and make the host's
+    group."""
+    _meet(ranks, store, attempt)
     timeout = datetime.timedelta(seconds=HOST_SECONDS)
     try:
         dist.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.size, timeout=timeout)
@@ -164,16 +162,15 @@ def join(ranks: Ranks, store: dist.Store | None = None, attempt: int = 1, *, sec
     return World(ranks, store, dist.group.WORLD, attempt)
 
 
-def connect(ranks: Ranks, seconds: float = 0.0) -> tuple[dist.Store, int]:
+def connect(ranks: Ranks) -> tuple[dist.Store, int]:
     """The launcher's store, under the number of this start: a restart finds no keys of the last one."""
-    seconds = seconds or JOIN_SECONDS
     try:
         store = dist.TCPStore(
             ranks.host,
             ranks.port,
             None,
             ranks.leads and not ranks.agent_store,
-            timeout=datetime.timedelta(seconds=seconds),
+            timeout=datetime.timedelta(seconds=JOIN_SECONDS),
             wait_for_workers=False,
         )
     except (RuntimeError, ValueError) as error:
@@ -182,21 +179,21 @@ def connect(ranks: Ranks, seconds: float = 0.0) -> tuple[dist.Store, int]:
             where=f"rank {ranks.rank}",
             fix="check the address and port that the launcher was given, and that rank 0 is up",
         ) from None
-    attempt = _attempt(ranks, store, seconds)
+    attempt = _attempt(ranks, store)
     return dist.PrefixStore(f"graftune/{attempt}", store), attempt
 
 
-def _attempt(ranks: Ranks, store: dist.Store, seconds: float) -> int:
+def _attempt(ranks: Ranks, store: dist.Store) -> int:
     """The number of this start of the ranks. Rank 0 counts, and answers every rank that asks (`_admit`): torchrun's
     agents keep the store over restarts, and each counts only the restarts that its own processes caused."""
     if ranks.leads:
         return int(store.add("graftune/attempts", 1))
     answer = f"graftune/answer/{ranks.rank}/{store.add(f'graftune/knocks/{ranks.rank}', 1)}"
-    limit = time.monotonic() + seconds
+    limit = time.monotonic() + JOIN_SECONDS
     while not store.check([answer]):
         if time.monotonic() > limit:
             raise GraftuneError(
-                f"rank 0 is not here after {seconds:g} s, of {ranks.size} ranks in all",
+                f"rank 0 is not here after {JOIN_SECONDS:g} s, of {ranks.size} ranks in all",
                 where=f"rank {ranks.rank}",
                 fix="start every rank with the same rendezvous and the same number of processes",
             )
@@ -212,14 +209,14 @@ def _admit(store: dist.Store, rank: int, attempt: int, answered: dict[int, int])
     answered[rank] = knocks
 
 
-def _meet(ranks: Ranks, store: dist.Store, attempt: int, seconds: float) -> None:
+def _meet(ranks: Ranks, store: dist.Store, attempt: int) -> None:
     """Wait until every rank is here, once, with the same size and versions. All ranks refuse one that differs."""
     if store.add(f"seats/{ranks.rank}", 1) > 1:
         raise GraftuneError(
             f"two processes say that they are rank {ranks.rank}", fix="give every process a rank of its own"
         )
     store.set(f"here/{ranks.rank}", json.dumps(_facts(ranks)))
-    missing, limit = list(range(ranks.size)), time.monotonic() + seconds
+    missing, limit = list(range(ranks.size)), time.monotonic() + JOIN_SECONDS
     whole, answered = store.underlying_store if ranks.leads else store, dict[int, int]()
     while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:
         for rank in missing if ranks.leads else ():
@@ -227,7 +224,7 @@ def _meet(ranks: Ranks, store: dist.Store, attempt: int, seconds: float) -> None
         if time.monotonic() > limit:
             who = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {', '.join(map(str, missing[:8]))} are"
             raise GraftuneError(
-                f"{who} not here after {seconds:g} s, of {ranks.size} in all",
+                f"{who} not here after {JOIN_SECONDS:g} s, of {ranks.size} in all",
                 where=f"{ranks.host}:{ranks.port}",
                 fix="start every rank with the same rendezvous and the same number of processes",
             )

@@ -34,8 +34,8 @@ def path_text(value: object, name: str) -> str:
     return os.fspath(value)
 
 
-def path(value: object, name: str = "path") -> Path:
-    return Path(path_text(value, name))
+def path(value: object) -> Path:
+    return Path(path_text(value, "path"))
 
 
 def whole_number(value: object, name: str, least: int = 0) -> int:

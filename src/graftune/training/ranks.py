@@ -201,7 +201,7 @@ class Distributed(SingleProcess):
 def joined(ranks: Ranks, console: Console) -> Iterator[Distributed]:
     """Join the other processes of the run. A failure of one of them ends all: only signals are raised from here."""
     store, attempt = connect(ranks)  # an error before this one is only printed: the other ranks cannot be reached
-    watch = Watch(ranks, console.fail, attempt=attempt)
+    watch = Watch(ranks, console.fail, attempt)
     watch.start()
     name = "" if ranks.leads else f"rank {ranks.rank}: "
     try:
