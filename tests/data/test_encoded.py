@@ -4,7 +4,6 @@ never believed when damaged."""
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
 from pathlib import Path
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 from graftune.batch import Example
 from graftune.data import cached, dataset, row_encoder
 from graftune.data.dataset import Dataset, prepare
-from graftune.data.encoded import DamagedStore, Examples, TokenStore, distinct_tokens, take
+from graftune.data.encoded import Examples, TokenStore, distinct_tokens, take
 from graftune.data.pack import pack
 from graftune.data.writer import NewExample, StoreWriter
 from graftune.errors import GraftuneError
@@ -153,30 +152,6 @@ def test_a_damaged_entry_is_made_again(tmp_path: Path, encoded: list[int], damag
     file.write_bytes(bytes(content))
     assert prepare(path, CHAT, DataConfig()).digest == want and len(encoded) == 2
     assert prepare(path, CHAT, DataConfig()).digest == want and len(encoded) == 2, "it is whole again"
-
-
-@settings(max_examples=150, deadline=None)
-@given(place=st.floats(0, 0.999), bit=st.integers(0, 7), cut=st.booleans())
-def test_no_damage_ends_in_a_traceback(place: float, bit: int, cut: bool) -> None:
-    file, writer = io.BytesIO(), StoreWriter(100)
-    writer.add([NewExample(Example([1, 2, 3], [False, True, True], 1), "p", "r", [])])
-    writer.close(file, summary={}, kind="answers")
-    content = bytearray(file.getvalue())
-    at = int(place * len(content))
-    content[at] ^= 1 << bit
-    try:
-        store = TokenStore(bytes(content[:at] if cut else content))
-    except DamagedStore:
-        return
-    assert not cut and len(Examples(store)) == 1
-
-
-def test_another_process_may_have_made_it_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = jsonl(tmp_path / "d.jsonl", *ROWS)
-    want = prepare(path, CHAT, DataConfig())
-    monkeypatch.setattr(cached, "find", lambda key: None)  # it was not there yet when this one looked
-    late = prepare(path, CHAT, DataConfig())
-    assert late.digest == want.digest and list(want.examples) == list(late.examples), "the first map still reads"
 
 
 def test_what_was_used_longest_ago_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

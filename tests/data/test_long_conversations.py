@@ -164,9 +164,3 @@ def test_too_many_answers_to_one_question() -> None:
     assert len(built({"messages": long("one question", 99)}, rewriting, max_seq_len=64)) > 80
     with pytest.raises(Refusal, match=f"over {MOST_RENDERED}"):
         built({"messages": long("one question", 2 * MOST_RENDERED)}, rewriting, max_seq_len=64)
-
-
-def test_many_turns_of_a_role_that_is_not_rendered() -> None:
-    left_out = ODD["calls"].replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}")
-    with pytest.raises(Refusal, match="does not render"):
-        built({"messages": long("calls", 40)}, with_template(left_out))

@@ -4,18 +4,15 @@ what has no place here is refused by its own name."""
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from graftune.data.columns import _plan, refusal_of_all
-from graftune.data.record import Record, to_record
+from graftune.data.record import to_record
 from graftune.data.row import Refusal
 from graftune.data.source import rows, sources
 from graftune.errors import GraftuneError
-from tests.data.helpers import turns
 
 ASKED = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
 SHAREGPT = [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "That."}]
@@ -253,53 +250,3 @@ def test_map_trains_on_preferred_answers(tmp_path: Path) -> None:
     assert isinstance(row.value, dict) and to_record(row.value).messages == ASKED
     with pytest.raises(GraftuneError, match="is preference data"):
         list(rows(sources(str(path)), {"prompt": "prompt"}))
-
-
-ODD = (None, True, 0, 2.5, "", " ", "x", "[", "[]", [], {}, [[]], [None], [{}], "\ud800", b"x", 10**30,
-       {"function": None}, [["a", "b"]])  # fmt: skip
-KEYS = ("role", "content", "from", "train", "weight", "tool_calls", "function_call", "refusal", "tools", "system",
-        "history", "label", "messages", "prompt", "completion", "text", "input", "chosen", "rejected")  # fmt: skip
-
-
-def changed(value: Any, dice: random.Random) -> Any:
-    """The value with something odd in a few places."""
-    if dice.random() < 0.1:
-        return dice.choice(ODD)
-    if isinstance(value, dict):
-        found = {k: changed(v, dice) if dice.random() < 0.4 else v for k, v in value.items() if dice.random() > 0.05}
-        return found | ({dice.choice(KEYS): dice.choice(ODD)} if dice.random() < 0.2 else {})
-    return [changed(v, dice) if dice.random() < 0.4 else v for v in value] if isinstance(value, list) else value
-
-
-def test_odd_values_are_refused_or_taken_whole() -> None:
-    dice = random.Random(19)
-    calls = [
-        {"conversations": [SHAREGPT[0], *made, SHAREGPT[1]], "tools": [{"name": "f"}]} for made in TOOL_TURNS.values()
-    ]
-    rows_ = [*SAME.values(), *calls, *(row for row, _ in PREFERENCES.values())]
-    taken = 0
-    for _ in range(4000):
-        row = changed(dice.choice(rows_), dice)
-        if not isinstance(row, dict):
-            continue
-        refusal_of_all(row)
-        try:
-            record = to_record(row)
-        except Refusal as refusal:
-            assert refusal.text.isprintable()
-            continue
-        taken += 1
-        assert len(record.messages) == len(record.flags)
-        for message in record.messages:
-            assert isinstance(message["role"], str)
-            assert isinstance(message["content"], str) or (message["content"] is None and message["tool_calls"])
-    assert 500 < taken < 3500
-
-
-def test_columns_are_looked_at_once() -> None:
-    """A million rows pay for the names of one."""
-    _plan.cache_clear()
-    for number in range(50):
-        assert isinstance(to_record({"prompt": f"{number}", "response": "b"}), Record)
-    assert _plan.cache_info().misses == 1
-    assert to_record({"messages": turns("a", "b")}).kind == "messages"

@@ -17,7 +17,7 @@ from graftune.data.template import chat_format, template_from_file
 from graftune.errors import GraftuneError
 from graftune.exporting.write import export
 from graftune.settings.config import DataConfig
-from graftune.tokenizer import ChatTemplate, examine, examine_process, from_folder, from_gguf
+from graftune.tokenizer import ChatTemplate, examine, from_folder, from_gguf
 from tests.support import tiny
 from tests.support.thorough import THOROUGH
 
@@ -201,17 +201,6 @@ def test_a_base_whose_template_cannot_be_used_opens_without_it(
             done = export(str(out), to, out=f"{out}/{to}")
             assert any(fault in note for note in done.notes)
             assert not any(source.encode() in file.read_bytes() for file in done.files)
-
-
-def test_conversations_reach_every_part_of_a_template() -> None:
-    """Both values of add_generation_prompt, tools, tool calls, null contents, parts, reasoning, and long texts."""
-    talks = examine_process.conversations()
-    messages = [message for talk, _ in talks for message in talk]
-    assert len(talks) == 12 and max(len(talk) for talk, _ in talks) == 100
-    assert {message["role"] for message in messages} == {"system", "user", "assistant", "tool"}
-    assert {type(message["content"]) for message in messages} == {str, list, type(None)}
-    assert any("tool_calls" in message for message in messages) and any(tools for _, tools in talks)
-    assert any("reasoning_content" in message for message in messages)
 
 
 @pytest.mark.parametrize("command", ["data", "train"])

@@ -62,11 +62,6 @@ class Pending:
     def texts(self) -> list[str]:
         return [text for record in self.records for text in record.texts]
 
-    @property
-    def size(self) -> int:
-        """In characters."""
-        return sum(map(len, self.texts))
-
 
 @dataclass
 class Chunk:
@@ -114,7 +109,7 @@ class RowEncoder:
         size = 0
         for row in rows:
             held.append(self._rendered(row))
-            size += held[-1].size
+            size += sum(map(len, held[-1].texts))
             if len(held) >= CHUNK_ROWS or size >= CHUNK_CHARS:
                 yield held
                 held, size = [], 0
