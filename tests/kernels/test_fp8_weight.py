@@ -311,21 +311,3 @@ def test_a_step(device, shallow_folder, monkeypatch, variant, lora, recompute, l
         cosine(its, theirs, 0),
         cosine(its, grads, 0),
     )
-
-
-def gradients(folder, recompute: str) -> torch.Tensor:
-    """Of a step by the references, with adapter columns as on a GPU."""
-    torch.manual_seed(0)
-    ours = oracle.ours(folder, LoraConfig(rank=4, alpha=8.0), base_dtype="fp8")
-    step = Step(ours.decoder, ours.arena, attention_backend="cpu", recompute=recompute)
-    step.micro_step(batch())
-    return ours.arena.grads.clone()
-
-
-def test_what_is_computed_again_is_the_same(shallow_folder, monkeypatch):
-    monkeypatch.setattr(launch, "augments", lambda device: True)
-    folder = shallow_folder("llama", intermediate_size=96)
-    once = gradients(folder, "none")
-    assert once.norm() > 0
-    for recompute in ("selective", "full"):
-        assert torch.equal(gradients(folder, recompute), once), recompute

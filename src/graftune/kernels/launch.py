@@ -15,7 +15,7 @@ import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -65,10 +65,6 @@ class Kernel:
         return run
 
 
-@overload
-def kernel(function: Callable[..., None]) -> Kernel: ...
-@overload
-def kernel(**options: Any) -> Callable[[Callable[..., None]], Kernel]: ...
 def kernel(function: Callable[..., None] | None = None, **options: Any) -> Any:
     """Replaces triton.jit, with its options, for functions that are launched from the host."""
     return functools.partial(Kernel, **options) if function is None else Kernel(function)
