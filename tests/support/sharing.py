@@ -18,10 +18,10 @@ from typing import Any
 from graftune import api
 from graftune.ledger import Reservation, shared_ledger
 from graftune.ledger import ledger as ledger_file
-from graftune.observe import plot
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
 from graftune.settings.config import Config
+from tests.support import fork_server
 from tests.training.runs import write_data
 
 PATIENCE = 300.0
@@ -30,7 +30,7 @@ PATIENCE = 300.0
 def share(device: str, base: str, folder: Path) -> dict[str, Any]:
     os.environ["GRAFTUNE_LEDGER"] = str(folder / "ledger")
     ledger_file.HEARTBEAT = 0.2
-    plot.loss_plot = lambda *_: None
+    fork_server.prepare()
     data, go = write_data(folder / "data.jsonl"), folder / "go"
     children = {}
 

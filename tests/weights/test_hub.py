@@ -172,7 +172,7 @@ for line in request["questions"]:
 # Forks a child for each request: it takes over that environment, imports the client and asks.
 FORK = f"""
 import json, os, sys, traceback
-import torch, graftune.api, graftune.cli.app
+import torch, torch.fx.experimental.symbolic_shapes, graftune.api, graftune.cli.app
 assert "huggingface_hub" not in sys.modules
 for line in sys.stdin:
     request, pid = json.loads(line), os.fork()
