@@ -18,15 +18,18 @@ inference's history will not have, each assistant turn becomes a text of its own
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from graftune.data.format import REASONING_KEYS, ChatFormat
-from graftune.data.probe import ANSWERS, borders, shared_header, shared_start
-from graftune.data.record import Message, Record
-from graftune.data.row import Refusal
+from graftune.data.header import Header, locate, units
+from graftune.data.missing import NOT_RENDERED, not_rendered
+from graftune.data.record import Message
+from graftune.data.row import Refusal, quoted
+from graftune.data.tags import TAG, tag_kind, unclosed
 from graftune.data.turn_places import Place, RenderedTurn, places
 
 OTHER_PROMPT = {
@@ -37,14 +40,12 @@ OTHER_PROMPT = {
 }
 NO_REASONING = "reasoning left out: the prompt that inference gives has closed it already"
 CLOSED_AT_ONCE = "the prompt opens a reasoning block: answers without reasoning close it at once"
-NOT_RENDERED = {
-    "system": "system text that the template does not render as written",
-    "user": "user text that the template does not render as written",
-    "assistant": "assistant text that the template does not render as written",
-    "tool": "tool results that the template does not render as written",
-    "reasoning": "reasoning that the template does not render",
-    "calls": "tool calls that the template does not render as written",
-}
+MOVED = "reasoning in the content put into the block that the template renders before it"
+HEADER_TRAINED = (
+    "the template gives no generation prompt here: the header before the answer is trained, since the model has to "
+    "write it"
+)
+_ROLES = "assistant model bot ai gpt"  # in headers; none of them is a part of an answer that a template adds
 
 
 class Passage(NamedTuple):
@@ -98,7 +99,8 @@ class ChatTurns:
         were rendered alone."""
         begun = {} if begun is None else begun
         found = places(lambda some: self._turn(some, tools), messages, trained, begun)
-        if found is None:
+        # A prompt may end before the end of the answer before it, where a template leaves the last answer open.
+        if found is None or any(one.end > other.prompt for one, other in pairwise(found)):
             return None
         return self.passage(begun[trained[-1]].text, found, messages[: trained[-1] + 1], trained, tools)
 
@@ -122,7 +124,7 @@ class ChatTurns:
         spans = tuple([(turn.start, turn.end) for turn in turns])
         notes = {note: None for turn in turns for note in turn.notes}
         answers = {i: text[turn.prompt : turn.end] for i, turn in zip(trained, turns, strict=True)}
-        lost = dict.fromkeys(not_rendered(messages, text, answers))
+        lost = dict.fromkeys(not_rendered(messages, text, answers, self.form.reasoning))
         if NO_REASONING in notes:
             lost.pop(NOT_RENDERED["reasoning"], None)
         notes |= lost
@@ -132,87 +134,129 @@ class ChatTurns:
 
     def _turn(self, messages: list[Message], tools: list[Any] | None) -> RenderedTurn:
         """The last message as a trained turn."""
-        prompt = self.form.render(messages[:-1], tools, generate=True)
-        full = self.form.render(messages, tools)
+        form, notes = self.form, list[str]()
+        prompt = form.render(messages[:-1], tools, generate=True)
+        if self.prompt_form == "inference" and form.reasoning.closed_by(prompt):
+            messages, changed = self._without_reasoning(messages)
+            notes += [NO_REASONING] if changed else []
+        full = form.render(messages, tools)
+        if moved := self._moved_reasoning(messages, full):
+            messages, full = moved, form.render(moved, tools)
+            notes.append(MOVED)
+        if "name" in messages[-1] and not full.startswith(prompt):  # the prompt names no speaker
+            messages = [*messages[:-1], {key: value for key, value in messages[-1].items() if key != "name"}]
+            full = form.render(messages, tools)
         body, end = self._ends(full, messages[-1])
-        notes: list[str] = []
         if full.startswith(prompt):
-            begin = len(prompt)
-            answer, blank = full[begin:end], not full[begin:body].strip()
+            answer, blank = full[len(prompt) : end], not full[len(prompt) : body].strip()
+            if not blank:
+                answer, note = self._completed(prompt, answer, messages, tools)
+                notes += [note] if note else []
         else:
-            begin = self._header(prompt, full, messages, tools)
-            answer, blank = full[begin:end], not full[begin:body].strip()
+            found = locate(functools.partial(self._rendered, tools), messages, prompt, full, form.control)
+            blank = not full[found.start : body].strip()
             notes.append(OTHER_PROMPT[self.prompt_form])
-            if self.prompt_form == "template":
-                prompt = full[:begin]
+            if blank:
+                answer = ""
+            elif self.prompt_form == "template":
+                begin = found.begin if self._is_generated(full, found) else found.start
+                prompt, answer = full[:begin], full[begin:end]
             else:
-                answer, note = self._continued(prompt, answer, messages)
+                answer, note = self._continued(prompt, full[:end], found, messages, tools)
                 notes += [note] if note else []
         if blank:
             raise Refusal("refused by the chat template", "it renders nothing for an assistant turn")
-        if self.form.append and not answer.endswith(self.form.append):
-            answer += self.form.append
+        if form.append and not answer.endswith(form.append):
+            answer += form.append
         skipped = 0
         if self.train_reasoning != "all":
-            skipped, empty = self.form.reasoning.block(answer, opened=self._opens(prompt))
+            skipped, empty = form.reasoning.block(answer, opened=form.reasoning.opened_by(prompt))
             if self.train_reasoning == "not_empty" and not empty:
                 skipped = 0
         text = prompt + answer
         return RenderedTurn(text, Place(len(prompt), len(prompt) + skipped, len(text), tuple(notes)))
 
-    def _opens(self, prompt: str) -> bool:
-        tag = self.form.reasoning.open.strip()
-        return bool(tag) and prompt.rstrip().endswith(tag)
+    def _rendered(self, tools: list[Any] | None, messages: list[Message], generate: bool = False) -> str:
+        return self.form.render(messages, tools, generate=generate)
 
-    def _header(self, prompt: str, full: str, messages: list[Message], tools: list[Any] | None) -> int:
-        """Where the generated part of `full` begins if `full` does not start with the inference prompt: after the
-        longest part of the prompt's assistant header that `full` has before the answer's own text."""
-        control, tag = self.form.control, self.form.reasoning.open.strip()
-        history = self.form.render(messages[:-1], tools)
-        asked = shared_header(prompt, history, control)
-        reach = shared_header(prompt, full, control)
-        block = prompt.rfind(tag, asked)
-        if block < asked or self._opens(prompt):
-            block = len(prompt)  # else the prompt closes what it opens: reasoning in the answer is no part of it
-        if reach > asked:
-            return min(reach, block)
-        content = self._content_start(full, messages, tools)
-        for said in ((messages[-2]["content"] or "").strip(), ""):
-            begin = prompt.rfind(said) + len(said) if said and said in prompt else asked
-            behind = prompt[begin:block]
-            for size in sorted(borders(behind, control, len(behind)), reverse=True):
-                place = full.rfind(said + behind[:size], 0, content) if (said + behind[:size]).strip() else -1
-                if place >= 0:
-                    return place + len(said) + size
-        return asked if reach == asked == len(history) else content
+    def _without_reasoning(self, messages: list[Message]) -> tuple[list[Message], bool]:
+        """The conversation without the last message's reasoning, and whether there was any."""
+        why, rest = self.form.reasoning.in_message(messages[-1])
+        if not why:
+            return messages, False
+        bare = {key: value for key, value in messages[-1].items() if key not in REASONING_KEYS}
+        return [*messages[:-1], bare | {"content": rest}], True
 
-    def _content_start(self, full: str, messages: list[Message], tools: list[Any] | None) -> int:
-        """The latest place where the answer's own text starts: two probe answers differ from their first letter on."""
-        probes = [
-            self.form.render([*messages[:-1], {"role": "assistant", "content": answer}], tools) for answer in ANSWERS
-        ]
-        reach = len(shared_start(*probes, full))
-        return max(borders(full, self.form.control, reach))
+    def _moved_reasoning(self, messages: list[Message], full: str) -> list[Message] | None:
+        """The conversation with reasoning moved from the last content to the field that the template reads, where
+        the template has written an empty block before it; None if it has not."""
+        reasoning, content = self.form.reasoning, messages[-1]["content"] or ""
+        if not reasoning.key or reasoning.close.strip() not in content:
+            return None
+        (why, rest), place = reasoning.inline(content), full.rfind(content.strip())
+        if not why or place < 0 or not reasoning.closed_by(full[:place]):
+            return None
+        return [*messages[:-1], {**messages[-1], "content": rest, reasoning.key: why}]
 
-    def _continued(self, prompt: str, answer: str, messages: list[Message]) -> tuple[str, str]:
-        """The answer as it continues the inference prompt, and a note for the user."""
-        reasoning = self.form.reasoning
-        close = reasoning.close.strip()
-        ends, _ = reasoning.block(answer, opened=False)
-        if self._opens(prompt):
-            why, _ = authored_reasoning(self.form, messages[-1])
-            if ends:  # the prompt has written the opening tag already
-                tag = reasoning.open.strip()
-                return answer.lstrip()[len(tag) :].removeprefix("\n"), ""
-            if close in answer and not why:
-                return answer, ""
-            if why and why not in answer:
-                return why + reasoning.close + answer.lstrip("\n"), ""
-            return reasoning.close + answer.lstrip("\n"), CLOSED_AT_ONCE
-        if ends and prompt.rstrip().endswith(close):
-            empty = reasoning.block(answer, opened=False)[1]
-            return answer[ends:], "" if empty else NO_REASONING
+    def _completed(self, prompt: str, answer: str, messages: list[Message], tools: list[Any] | None) -> tuple[str, str]:
+        """What the rendering has after the prompt, and a note for the user."""
+        reasoning, content = self.form.reasoning, messages[-1]["content"] or ""
+        if self.prompt_form == "inference" and reasoning.opened_by(prompt) and reasoning.close.strip() not in answer:
+            why, _ = reasoning.in_message(messages[-1])
+            return why + reasoning.close + answer, OTHER_PROMPT["inference"] if why else CLOSED_AT_ONCE
+        if not answer.lstrip().startswith(content.lstrip()[:16] or "\n"):
+            # The template writes something before the answer. Is it a header that the prompt does not give?
+            control, calls = self.form.control, messages[-1].get("tool_calls")
+            first = content.strip() or (calls[0].get("function", {}).get("name", "") if calls else "")
+            place = answer.find(first) if first else -1
+            written = _words(answer[: max(place, 0)], control) - _words(reasoning.open + reasoning.close, control)
+            if calls:  # beside the syntax of a call
+                written &= _words(self.form.header, control)
+            if written and self.form.render(messages[:-1], tools) == prompt:
+                return answer, HEADER_TRAINED
         return answer, ""
+
+    def _is_generated(self, full: str, found: Header) -> bool:
+        """Whether the text between the prompt's header and the author's text is one that the model has to write: a
+        reasoning tag, or a header of its own that shares nothing with the prompt's."""
+        control, reasoning = self.form.control, self.form.reasoning
+        written = _words(full[found.begin : found.start], control)
+        if written <= _words(reasoning.open + reasoning.close, control):
+            return True
+        return not found.extra.strip() and written.isdisjoint(_words(found.prompt_tail + _ROLES, control))
+
+    def _continued(
+        self, prompt: str, full: str, found: Header, messages: list[Message], tools: list[Any] | None
+    ) -> tuple[str, str]:
+        """The answer at the end of `full` as it continues the inference prompt, and a note for the user."""
+        reasoning, control = self.form.reasoning, self.form.control
+        if not self._is_generated(full, found):
+            if not found.extra.strip() and self.form.render(messages[:-1], tools) == prompt:
+                return full[found.begin :], HEADER_TRAINED
+            raise Refusal(
+                "the template's header is not recognised",
+                f"its prompt ends with {quoted(found.prompt_tail)}, and it renders "
+                f"{quoted(full[found.begin : found.start])} before the answer; prompt_form: template trains it",
+            )
+        answer = full[found.begin :]
+        own = answer if full[found.begin : found.start].strip() else full[found.start :]
+        if not reasoning.opened_by(prompt):
+            known = self.form.header + self.form.suffix + self.form.call_suffix + reasoning.open + reasoning.close
+            unknown = _words(found.extra, control) - _words(known, control)
+            closed = not unclosed(found.extra) and any(tag_kind(tag)[1] == "close" for tag in TAG.findall(found.extra))
+            if unknown and not closed:
+                raise _left_open(found.extra.strip())
+            return answer, ""
+        close = reasoning.close.strip()
+        if not close:
+            raise _left_open(reasoning.open.strip())
+        why, _ = reasoning.in_message(messages[-1])
+        if (size := reasoning.opening(answer.lstrip())) and close in answer:  # the prompt has it already
+            rest, blanks = answer.lstrip()[size:], prompt[len(prompt.rstrip()) :]
+            return rest.removeprefix(blanks) if rest.startswith(blanks) else rest.lstrip("\n"), ""
+        if why and (why.strip() not in answer or close not in answer):
+            return why + reasoning.close + own, ""
+        return (answer, "") if close in answer else (reasoning.close + own, CLOSED_AT_ONCE)
 
     def _ends(self, full: str, message: Message) -> tuple[int, int]:
         """Where the last turn's content ends, and where its end token does."""
@@ -221,7 +265,7 @@ class ChatTurns:
         if message.get("tool_calls") and form.call_suffix:
             tails.insert(0, (form.call_suffix, form.call_end))
         for suffix, end in tails:
-            if suffix and full.endswith(suffix):
+            if full.endswith(suffix) and (suffix or form.append):
                 body = len(full) - len(suffix)
                 return body, body + len(end)
         text = full.rstrip()
@@ -232,104 +276,14 @@ class ChatTurns:
         return len(text) - len(token), len(text)
 
 
-def trained_turns(record: Record, train_on: str) -> tuple[int, ...]:
-    """Indices of the messages to train; raises Refusal where there is none.
-
-    A turn that says so itself ("train": false, or OpenAI's "weight": 0) is context and not trained."""
-    turns = [i for i, message in enumerate(record.messages) if message["role"] == "assistant"]
-    if train_on == "flagged" and record.kind in ("messages", "conversations"):
-        wrong = [i for i, flag in enumerate(record.flags) if flag and record.messages[i]["role"] != "assistant"]
-        if wrong:
-            raise Refusal("a flag on a turn that is not the assistant's", f"message {wrong[0] + 1}")
-        turns = [i for i in turns if record.flags[i]]
-        if not turns:
-            raise Refusal("nothing to train", 'no assistant turn has "train": true or "weight": 1')
-    wanted = [i for i in (turns[-1:] if train_on == "last" else turns) if record.flags[i] is not False]
-    if not wanted:
-        which = "the last" if train_on == "last" else "every"
-        raise Refusal("nothing to train", f'{which} assistant turn has "train": false or "weight": 0')
-    return tuple(wanted)
+def _words(text: str, control: tuple[str, ...]) -> set[str]:
+    """The control tokens, tags and words of a template's text, without regard to case."""
+    return {unit.casefold() for unit in units(text, control) if len(unit) > 1 or unit.isalnum()}
 
 
-def authored_reasoning(form: ChatFormat, message: Message) -> tuple[str, str]:
-    """(reasoning, the rest of the content) of an assistant message, wherever it was written."""
-    for key in REASONING_KEYS:
-        if isinstance(message.get(key), str) and message[key].strip():
-            return message[key], message["content"] or ""
-    return form.reasoning.inline(message["content"] or "")
-
-
-def check_roles(form: ChatFormat, record: Record, messages: list[Message]) -> None:
-    """Refuse what a template would silently leave out: tool calls, and roles that it does not know. The first message
-    of each role is looked at; `not_rendered` notes what is missing of the others."""
-    seen = {"system", "user", "assistant"}
-    for i, message in enumerate(messages):
-        if message.get("tool_calls"):
-            if not form.renders_calls:
-                raise Refusal("refused by the chat template", "it does not render tool calls")
-        elif message["role"] not in seen:
-            seen.add(message["role"])
-            shown = form.render(messages[: i + 1], record.tools)
-            marked = {**message, "content": (message["content"] or "") + "?"}
-            if shown == form.render([*messages[:i], marked], record.tools):
-                raise Refusal("refused by the chat template", f"it does not render the role {message['role']!r}")
-
-
-def not_rendered(messages: list[Message], whole: str, answers: dict[int, str]) -> Iterator[str]:
-    """Notes about parts of the conversation that are missing from its text, one per kind. `answers`: the texts of the
-    trained turns."""
-    said = set[str]()
-    for i, message in enumerate(messages):
-        for kind in _lost(message, answers.get(i, whole), said):
-            if kind not in said:
-                said.add(kind)
-                yield NOT_RENDERED[kind]
-
-
-def _lost(message: Message, text: str, said: set[str]) -> Iterator[str]:
-    """The kinds of a message's parts that are missing from `text`. Some kinds that were noted already (`said`) are not
-    searched for: a search that finds nothing reads all of the text."""
-    content = message["content"]
-    kind = message["role"] if message["role"] in NOT_RENDERED else "tool"
-    if content and (kind not in said or ("reasoning" not in said and "</think>" in content)):
-        why, rest = _without_think(content) if kind == "assistant" else ("", content)
-        if rest.strip() not in text:
-            yield kind
-        elif why not in text:
-            yield "reasoning"
-    if "reasoning" not in said:
-        for key in REASONING_KEYS:
-            if isinstance(message.get(key), str) and message[key].strip() not in text:
-                yield "reasoning"
-    if "calls" not in said:
-        for call in message.get("tool_calls") or ():
-            if not all(part in text or json.dumps(part)[1:-1] in text for part in _words(call.get("function", call))):
-                yield "calls"
-
-
-def _without_think(content: str) -> tuple[str, str]:
-    """Reasoning that is written in the content, and the rest. A prompt may have written its opening tag already."""
-    before, tag, after = content.partition("</think>")
-    return (before.strip().removeprefix("<think>").strip(), after) if tag else ("", content)
-
-
-def _words(call: Any) -> Iterator[str]:
-    """The name of a tool call and every text and number in its arguments."""
-    if isinstance(call, dict):
-        for key, value in call.items():
-            if key in ("name", "arguments"):
-                yield from _leaves(value)
-
-
-def _leaves(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield str(key)
-            yield from _leaves(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _leaves(inner)
-    elif isinstance(value, str):
-        yield value.strip()
-    elif value is not None and not isinstance(value, bool):
-        yield json.dumps(value)
+def _left_open(tag: str) -> Refusal:
+    return Refusal(
+        "the prompt opens a block that nothing closes",
+        f"the generation prompt opens {quoted(tag)}, and the template does not show how it is closed; "
+        "prompt_form: template trains answers as the template renders them",
+    )

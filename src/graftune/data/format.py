@@ -17,11 +17,13 @@ from typing import Any, Protocol
 
 from graftune.data.record import Message
 from graftune.data.row import Refusal
+from graftune.data.tags import TAG, is_pair
 from graftune.errors import GraftuneError
 from graftune.tokenizer import Tokenizer
 
 LONGEST_CONVERSATION = 4 << 20  # characters of a conversation that is rendered at all
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+LONGEST_TAG = 256  # characters of a reasoning tag with what may stand beside it
 
 
 class Renderer(Protocol):
@@ -76,20 +78,20 @@ class Reasoning:
 
     key: str = ""  # empty: the template renders no such field
     open: str = "<think>\n"
-    close: str = "\n</think>\n\n"
+    close: str = "\n</think>\n\n"  # empty: nothing says how a block is closed
 
     def block(self, answer: str, *, opened: bool) -> tuple[int, bool]:
         """(where the reasoning at the start of `answer` ends, whether it is empty); 0 where there is none.
 
         `opened`: the prompt has opened it already."""
+        close = self.close.strip()
         begin = 0
         if not opened:
-            tag = self.open.strip()
             begin = len(answer) - len(answer.lstrip())
-            if not tag or not answer.startswith(tag, begin):
+            size = self.opening(answer[begin : begin + LONGEST_TAG])
+            if not size:
                 return 0, False
-            begin += len(tag)
-        close = self.close.strip()
+            begin += size
         found = answer.find(close, begin) if close else -1
         if found < 0:
             return 0, False
@@ -97,13 +99,40 @@ class Reasoning:
         blank = len(answer[end:]) - len(answer[end:].lstrip())
         return end + blank, not answer[begin:found].strip()
 
+    def opening(self, text: str) -> int:
+        """The length of the opening tag that `text` starts with: the template's own, or one that its closing tag is
+        the pair of."""
+        tag = self.open.strip()
+        if tag and text.startswith(tag):
+            return len(tag)
+        found, close = TAG.match(text), TAG.search(self.close)
+        return found.end() if found and close and is_pair(found[0], close[0]) else 0
+
     def inline(self, content: str) -> tuple[str, str]:
         """Reasoning that is written in the content itself, and the rest: "<think>why</think>answer"."""
-        begin, (end, _) = content.lstrip(), self.block(content, opened=False)
+        end, _ = self.block(content, opened=False)
         if not end:
             return "", content
-        inner = begin[len(self.open.strip()) :]
+        begin = content.lstrip()
+        inner = begin[self.opening(begin) :]
         return inner[: inner.index(self.close.strip())].strip("\n"), content[end:]
+
+    def opened_by(self, prompt: str) -> bool:
+        """Whether the prompt ends with an open block."""
+        tag = self.open.strip()
+        return bool(tag) and prompt[-LONGEST_TAG:].rstrip().endswith(tag)
+
+    def closed_by(self, prompt: str) -> bool:
+        """Whether the prompt ends with a block that it has closed."""
+        tag = self.close.strip()
+        return bool(tag) and prompt[-LONGEST_TAG:].rstrip().endswith(tag)
+
+    def in_message(self, message: Message) -> tuple[str, str]:
+        """(reasoning, the rest of the content) of an assistant message, wherever it was written."""
+        for key in REASONING_KEYS:
+            if isinstance(message.get(key), str) and message[key].strip():
+                return message[key], message["content"] or ""
+        return self.inline(message["content"] or "")
 
 
 @dataclass(frozen=True)
@@ -127,6 +156,7 @@ class ChatFormat:
     blank_content: str | None = ""  # what stands for an empty content beside tool calls
     parts: bool = False  # the template reads contents as lists of parts only
     reasoning: Reasoning = field(default_factory=Reasoning)
+    header: str = ""  # what stands between question and answer, in the generation prompt and in the rendering
     control: tuple[str, ...] = ()  # names of the tokenizer's control tokens, the longest first
     variables: Mapping[str, Any] = field(default_factory=dict)
 

@@ -12,12 +12,13 @@ again with a system turn, with tools, and with both.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from graftune.data.format import REASONING_KEYS, ChatFormat, Reasoning, Renderer, in_parts, special_tokens
+from graftune.data.header import align, borders, shared_start, units
 from graftune.data.record import Message
+from graftune.data.tags import TAG, is_pair, tag_kind, unclosed
 from graftune.errors import GraftuneError
 from graftune.tokenizer import Tokenizer
 
@@ -36,7 +37,7 @@ _TOOL = {
         },
     },
 }
-_TAG = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{2,30}\]|\w+|\s|.", re.DOTALL)
+MOST_TAGS = 64  # of a template's source that are tried
 
 Render = Callable[..., str | None]
 
@@ -76,12 +77,15 @@ def probe(
     control = tuple(sorted(special_tokens(tokenizer).values(), key=len, reverse=True))
     append, notes = "", tuple[str, ...]()
     if end_id is None:
-        append, end_id = _closed_later(first, following, control, tokenizer)
+        question = (rendered([*head, _asked("")[0]], tools) or "").rpartition(_ASK)[2]
+        append, end_id = _closed_later(first, following, question, control, tokenizer)
     if append:
         notes = (f"the template leaves the last answer open: it is closed with {append!r}, as earlier answers are",)
     else:
         append, end_id, notes = _closing(name, tokenizer, end, end_id, append_eos=append_eos)
-    reasoning = _reasoning(rendered, head, tools, first)
+    prompt = (rendered([*head, _asked("")[0]], tools, True) or "").rpartition(_ASK)[2]
+    plain = first[first.rfind(_ASK) + len(_ASK) : first.rfind(ANSWERS[0])]
+    reasoning = _reasoning(rendered, head, tools, (prompt, plain), getattr(renderer, "source", ""))
     return ChatFormat(
         renderer,
         name,
@@ -92,6 +96,7 @@ def probe(
         takes_system=_takes_system(rendered, tools),
         notes=notes,
         reasoning=reasoning,
+        header=prompt.removesuffix(align(prompt, plain, control).extra) + plain,
         control=control,
         variables=variables,
         parts=parts,
@@ -145,14 +150,24 @@ def _turn_end(suffix: str, following: str, tokenizer: Tokenizer) -> tuple[str, i
     return suffix.rstrip(), None
 
 
-def _closed_later(first: str, following: str, control: tuple[str, ...], tokenizer: Tokenizer) -> tuple[str, int | None]:
+def _closed_later(
+    first: str, following: str, question: str, control: tuple[str, ...], tokenizer: Tokenizer
+) -> tuple[str, int | None]:
     """How a template that leaves the last answer open closes it once a question follows: what stands between the two,
-    without the question's own header. Nothing, if there is no control token in it."""
+    without the question's own header. Where a system turn of the template's own ends like an answer, that header
+    cannot be told from the end: then it is how a question ends (`question`: what follows its text), or a stop token.
+    Nothing, if there is no control token in it."""
     between, before = following.rpartition(_ASK)[0], first.partition(_ASK)[0]
     shared = len(shared_start(between[::-1], before[::-1]))
     header = min(place for place in borders(between, control, len(between)) if place >= len(between) - shared)
-    end, end_id = _turn_end(between[:header], between[:header], tokenizer)
-    return (end, end_id) if end_id is not None else ("", None)
+    closing = question.strip() if between.lstrip().startswith(question.strip()) else ""
+    token = next((unit for unit in units(between, control) if unit in control), "")
+    stop = token if tokenizer.backend.token_to_id(token) in tokenizer.stop_ids else ""
+    for text in (between[:header], closing, stop):
+        end, end_id = _turn_end(text, text, tokenizer)
+        if end_id is not None:
+            return end, end_id
+    return "", None
 
 
 def _takes_system(rendered: Render, tools: list[Any] | None) -> bool:
@@ -218,40 +233,61 @@ def _clean(text: str, value: str) -> bool:
     return "{'zq_key'" not in call and '\\"zq_key' not in call and "None" not in call
 
 
-def _reasoning(rendered: Render, head: list[Message], tools: list[Any] | None, plain: str) -> Reasoning:
-    prompt = rendered([*head, _asked("")[0]], tools, True) or ""
-    header = shared_header(prompt, plain)
+def _reasoning(
+    rendered: Render, head: list[Message], tools: list[Any] | None, header: tuple[str, str], source: str
+) -> Reasoning:
+    """The tags of reasoning, from what the template does with it: in a field, or written into the content before a
+    closing tag that the template's source names. `header`: what stands between question and answer, in the generation
+    prompt and in the rendering."""
+    prompt, plain = header
+    aligned = align(prompt, plain, ())
+    names = list(dict.fromkeys(TAG.findall(source)))[:MOST_TAGS]
+    opening = aligned.extra
+    left = unclosed(opening)
     for key in REASONING_KEYS:
         shown = rendered([*head, *_asked(ANSWERS[0], **{key: _WHY})], tools) or ""
-        why, answer = shown.rfind(_WHY), shown.rfind(ANSWERS[0])
-        if header <= why < answer and shown.startswith(prompt[:header]):
-            opening = plain[header : plain.rfind(ANSWERS[0])]  # of the answer itself
-            return Reasoning(key, shown[header:why], shown[why + len(_WHY) : answer].removesuffix(opening))
-    return Reasoning()
+        if (found := _block(shown, prompt, plain[aligned.end :])) is not None:
+            return Reasoning(key, *found)
+    for close in names:
+        if tag_kind(close)[1] != "close":
+            continue
+        before = next((tag for tag in names if is_pair(tag, close)), "")
+        shown = rendered([*head, *_asked(f"{before}{_WHY}{close}{ANSWERS[0]}")], tools) or ""
+        later = rendered([*head, *_asked(f"{before}{_WHY}{close}{ANSWERS[0]}"), *_asked(ANSWERS[1])], tools) or ""
+        if all(not text or f"{_WHY}{close}{ANSWERS[0]}" in text for text in (shown, later)):
+            continue  # printed as it is: the template does not know it
+        raw = f"{_WHY}{close}{ANSWERS[0]}" in shown
+        if not raw and (found := _block(shown, prompt, plain[aligned.end :])) is not None and close in found[1]:
+            return Reasoning("", *found)
+        if close != "</think>":
+            before = opening[opening.rindex(left) :] if left else before
+            return Reasoning("", before, _as_wide(close, opening or before))
+        return Reasoning()
+    if not (tags := TAG.findall(opening)) or "<think>" in tags or "</think>" in tags:
+        return Reasoning()
+    if not left:  # the prompt opens the block and closes it
+        place = opening.index(tags[-1])
+        return Reasoning("", opening[:place].strip(), opening[place:])
+    close = next((tag for tag in names if is_pair(left, tag)), "")
+    return Reasoning("", opening[opening.rindex(left) :], close and _as_wide(close, opening))
 
 
-def shared_start(*texts: str) -> str:
-    """The longest text that all of them start with."""
-    low, high = min(texts), max(texts)  # every text sorted between these two has the same start
-    for place, letter in enumerate(low):
-        if letter != high[place]:
-            return low[:place]
-    return low
+def _block(shown: str, prompt: str, own: str) -> tuple[str, str] | None:
+    """The text before and after reasoning in a rendered answer; None if it is not rendered before the answer."""
+    why, answer = shown.rfind(_WHY), shown.rfind(ANSWERS[0])
+    asked = shown.rfind(_ASK, 0, why) + len(_ASK)
+    if not len(_ASK) <= asked <= why < answer:
+        return None
+    before = shown[asked:why]
+    opening = before[align(prompt, before, ()).end :]
+    after = shown[why + len(_WHY) : answer]
+    # Beside the tag there may be a header that the prompt does not have, or the prompt may have the tag too.
+    pairs = [tag for tag in TAG.finditer(before) for close in TAG.findall(after) if is_pair(tag[0], close)]
+    opening = before[pairs[-1].start() :] if pairs else opening
+    without = after.removesuffix(own)  # the answer may have an opening of its own
+    return opening, without if without.strip() else after
 
 
-def shared_header(prompt: str, full: str, control: Iterable[str] = ()) -> int:
-    """How far `prompt` and `full` agree, in whole control tokens, tags and words."""
-    reach = len(shared_start(prompt, full))
-    return max((place for place in borders(prompt, control, reach) & borders(full, control, reach)), default=0)
-
-
-def borders(text: str, control: Iterable[str], reach: int) -> set[int]:
-    """Places up to `reach` that lie between control tokens, tags, words and other letters of `text`."""
-    names = [re.escape(name) for name in control]
-    pattern = re.compile("|".join([*names, _TAG.pattern]), re.DOTALL) if names else _TAG
-    places = {0}
-    for match in pattern.finditer(text):
-        if match.end() > reach:
-            break
-        places.add(match.end())
-    return places
+def _as_wide(close: str, opening: str) -> str:
+    """A closing tag on lines of its own where the opening tag is."""
+    return f"\n{close}\n\n" if opening.endswith("\n") else close

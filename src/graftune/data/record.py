@@ -13,7 +13,20 @@ from typing import Any
 
 from graftune.data.columns import RATED, ColumnPlan, Kind, is_rated, plan_for
 from graftune.data.row import Refusal, quoted, type_name
-from graftune.data.turns import Message, Turns, as_unicode, check_depth, checked_weight, parsed, weighted
+from graftune.data.turns import (
+    ROLES,
+    Message,
+    Turns,
+    as_unicode,
+    check_depth,
+    checked_weight,
+    parsed,
+    unknown_role,
+    weighted,
+)
+
+BLANK = "answers without a text, kept as context and not trained"
+EARLY = "answers before the first user turn, kept as context and not trained"
 
 __all__ = ["Kind", "Message", "Record", "to_record"]
 
@@ -30,6 +43,7 @@ class Record:
     flags: list[bool | None] = field(default_factory=list)
     notes: tuple[str, ...] = ()
     weight: float = 1.0  # of a text's loss; messages have their own
+    skipped: frozenset[int] = frozenset()  # answers that cannot be trained: blank, or before the first question
 
 
 def to_record(row: dict[str, Any]) -> Record:
@@ -45,13 +59,26 @@ def to_record(row: dict[str, Any]) -> Record:
     tools, wrapped = _tools(row, plan)
     listed = bool(plan.answer) and (isinstance(row[plan.ask], list) or isinstance(row[plan.answer], list))
     turns = _single(row, plan) if plan.answer and not listed else _chat(row, plan)
+    skipped, untrained = _skipped(turns)
     return Record(
         "messages" if listed else plan.kind,
         [weighted(message, weight) for message in turns.messages],
+        skipped=skipped,
         tools=tools,
         flags=turns.flags,
-        notes=(*plan.notes, *dict.fromkeys(turns.notes), *wrapped, *weighed),
+        notes=(*plan.notes, *dict.fromkeys(turns.notes), *untrained, *wrapped, *weighed),
     )
+
+
+def _skipped(turns: Turns) -> tuple[frozenset[int], tuple[str, ...]]:
+    """The answers that cannot be trained, and notes; raises Refusal if no other is left."""
+    roles = [message["role"] for message in turns.messages]
+    early = range(roles.index("user") if "user" in roles else len(roles))
+    skipped = frozenset(i for i, role in enumerate(roles) if role == "assistant" and (i in early or i in turns.blank))
+    if len(skipped) == roles.count("assistant"):
+        raise Refusal("blank response", f"message {turns.blank[0] + 1}")
+    notes = [BLANK] if turns.blank else []
+    return skipped, (*notes, EARLY) if skipped - set(turns.blank) else tuple(notes)
 
 
 def _weight(row: dict[str, Any], plan: ColumnPlan) -> tuple[float, tuple[str, ...]]:
@@ -119,8 +146,11 @@ def _chat(row: dict[str, Any], plan: ColumnPlan) -> Turns:
     _join_system(row, plan, turns)
     roles = [message["role"] for message in turns.messages]
     if "assistant" not in roles:
+        for place, role in enumerate(roles, 1):
+            if role not in ROLES:
+                raise unknown_role(role, place)
         raise Refusal("no assistant turn")
-    if "user" not in roles[: roles.index("assistant")]:
+    if "user" not in roles[: len(roles) - 1 - roles[::-1].index("assistant")]:
         raise Refusal("no user turn before the first assistant turn")
     return turns
 
@@ -138,6 +168,7 @@ def _join_system(row: dict[str, Any], plan: ColumnPlan, turns: Turns) -> None:
         return
     if turns.messages[0]["role"] != "system":
         turns.messages[:0], turns.flags[:0] = column, [None]
+        turns.blank = [i + 1 for i in turns.blank]
     elif turns.messages[0]["content"].strip() != column[0]["content"].strip():
         raise Refusal("two system prompts", f"the column {plan.system!r} and the first turn differ")
 

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from graftune.batch import Example
-from graftune.data.chat import Passage, check_roles, trained_turns
+from graftune.data.chat import Passage
 from graftune.data.fit import Built, Fitter
 from graftune.data.kind import ANSWERS, DataKind
 from graftune.data.record import Record
+from graftune.data.roles import check_roles, trained_turns
 from graftune.data.row import Refusal, Row
-from graftune.data.summary import KEPT_DETAILS, Summary
+from graftune.data.summary import KEPT_DETAILS, Summary, counted
 from graftune.data.template import special_pattern, special_tokens, usable_format
 from graftune.data.text import windows
 from graftune.data.turns import as_unicode
@@ -144,6 +145,8 @@ class RowEncoder:
         if not form.takes_system and messages[0]["role"] == "system":
             self._note("system turns merged into the first user turn: the template takes none")
         check_roles(form, record, messages)
+        if left := len(messages) - 1 - trained[-1]:
+            self._note(f"{counted(left, 'turn')} after the last trained answer left out")
         if record.tools and not form.renders_tools:
             self._note("tools given that the template does not render")
         self._note_control([message["content"] or "" for message in messages])

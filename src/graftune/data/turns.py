@@ -8,6 +8,7 @@ own name; what was spelt in an unusual way is noted.
 
 from __future__ import annotations
 
+import difflib
 import json
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,7 +45,7 @@ def checked_weight(value: object, what: str) -> float:
 
 
 MOST_WEIGHT = 1e6  # of a token: one that large already leaves nothing to the others
-_ROLES = {
+ROLES = {
     "user": "user", "human": "user",
     "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant",
     "ai": "assistant",
@@ -54,6 +55,7 @@ _ROLES = {
 }  # fmt: skip
 _COMMON = ("user", "assistant")  # turns that are nothing but role and content take a short way
 _PLAIN = frozenset({"user", "assistant", "system", "tool", "human", "gpt"})  # need no note
+_OUTER = ("id", "type")  # keys of a call beside its function
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _ASIDE = frozenset({"train", "weight", "role", "from", "content", "value", "function_call", "refusal", "tool_calls"})
 
@@ -66,6 +68,7 @@ class Turns:
     messages: list[Message] = field(default_factory=list)
     flags: list[bool | None] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    blank: list[int] = field(default_factory=list)  # answers without a text
 
     def add(self, message: Message, flag: bool | None = None) -> None:
         self.messages.append(message)
@@ -76,7 +79,7 @@ class Turns:
         if len(turn) == 2 and turn.get("role") in _COMMON and isinstance(turn.get("content"), str):
             text = as_unicode(turn["content"])
             if not text or text.isspace():
-                raise Refusal("blank response" if turn["role"] == "assistant" else "blank prompt", f"message {place}")
+                self._blank(turn["role"], place)
             return self.add({"role": turn["role"], "content": text})
         role = self._role(turn, place)
         content = _content(place, turn["content"] if turn.get("content") is not None else turn.get("value"))
@@ -93,23 +96,29 @@ class Turns:
             message.pop("tool_calls", None)
             message["content"] = message["content"] or ""
         if role in ("user", "assistant") and not (message["content"] or "").strip() and "tool_calls" not in message:
-            raise Refusal("blank response" if role == "assistant" else "blank prompt", f"message {place}")
+            self._blank(role, place)
         flag, weight = _flag(place, turn)
         if weight != 1:
             self.notes.append("turns whose 'weight' multiplies their loss")
         self.add(weighted(message, weight), flag)
+
+    def _blank(self, role: str, place: int) -> None:
+        """A blank answer is context, and not trained; a blank question refuses the row."""
+        if role != "assistant":
+            raise Refusal("blank prompt", f"message {place}")
+        self.blank.append(len(self.messages))
 
     def _role(self, turn: dict[str, Any], place: int) -> str:
         own = turn.get("role")
         speaker = own if own is not None else turn.get("from")
         if not isinstance(speaker, str) or not speaker.strip():
             raise Refusal("wrong type", f"message {place} has no 'role' (or 'from')")
-        role = _ROLES.get(speaker)
+        role = ROLES.get(speaker)
         if role is None:
-            role = _ROLES.get(speaker.strip().lower())
+            role = ROLES.get(speaker.strip().lower())
             if role is None:
                 if own is None:
-                    raise Refusal("unknown speaker", f"turn {place} is from {quoted(speaker)}; expected human or gpt")
+                    raise unknown_role(speaker, place)
                 return speaker  # a role that the model's template may know
         if speaker not in _PLAIN:
             read_as = "the assistant's tool call" if role == "call" else role
@@ -151,14 +160,23 @@ class Turns:
             text = arguments if arguments.strip() else "{}"
             arguments = self._json(text, f"in a tool call's arguments, message {place}")
         check_depth(arguments, f"a tool call's arguments, message {place}")
-        function = {k: v for k, v in holder.items() if k not in ("arguments", "parameters", "type", "id")}
-        function["arguments"] = {} if arguments is None else arguments
-        outer = {k: call[k] for k in ("id", "type") if isinstance(call.get(k), str)}
-        return {"type": "function", **outer, "function": function}
+        # Keys keep their order: some templates print the whole call as JSON.
+        bare = holder is call
+        given = {("arguments" if k == "parameters" else k): v for k, v in holder.items() if not bare or k not in _OUTER}
+        function = given | {"arguments": {} if arguments is None else arguments}
+        outer = {k: v for k, v in call.items() if k == "function" or (k in _OUTER and isinstance(v, str))}
+        return ({} if "type" in outer else {"type": "function"}) | outer | {"function": function}
 
     @staticmethod
     def _json(value: object, where: str) -> Any:
         return parsed(value, where) if isinstance(value, str) else value
+
+
+def unknown_role(role: str, place: int) -> Refusal:
+    """A role that is not known, with the known one that is spelt most alike."""
+    known = difflib.get_close_matches(role.strip().lower(), ROLES, n=1, cutoff=0.5)
+    advice = f"did you mean {known[0]!r}?" if known else "known are system, user, assistant and tool"
+    return Refusal("unknown role", f"message {place} has the role {quoted(role)}; {advice}")
 
 
 def parsed(text: str, where: str) -> Any:

@@ -15,6 +15,7 @@ import torch
 from graftune.batch import Example
 from graftune.data.encoded import lengths_of, responses_of, take
 from graftune.data.pack import pack
+from graftune.data.roles import with_known_roles
 from graftune.data.row import Refusal
 from graftune.data.template import stop_ids, usable_format
 from graftune.errors import GraftuneError
@@ -164,7 +165,7 @@ def encoded(parts: Parts, prompt: str | Conversation) -> tuple[list[int], tuple[
         return parts.tokenizer.encode(prompt, add_special=True), ()
     form = usable_format(parts.tokenizer, parts.config.data)
     try:
-        rendered = form.render(prompt, None, generate=True)
+        rendered = form.render(with_known_roles(form, prompt), None, generate=True)
     except Refusal as refusal:
         raise GraftuneError(str(refusal), where="the conversation", fix="change its turns") from None
     return parts.tokenizer.encode(rendered), tuple(stop_ids(parts.tokenizer, form))

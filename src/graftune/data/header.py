@@ -1,0 +1,259 @@
+"""Finds where an answer begins in a rendering that does not start with the inference prompt.
+
+A template may write the header of an answer differently in its generation prompt: other blanks, another case, a typo,
+no name, a reasoning block that it opens. Searching for marker strings fails with the next template, so the borders are
+found by rendering the conversation with other texts: what changes is the author's, what stays is the template's. That
+gives the prompt's text after the last message before the answer, and the rendering's text between that message and the
+answer. The two are aligned unit by unit (control tokens, tags, words, blanks) with the least cost of differences.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from graftune.data.format import REASONING_KEYS
+from graftune.data.row import Refusal
+from graftune.data.tags import TAG, tag_kind
+from graftune.data.turns import Message
+
+MOST_UNITS = 240  # of a header, from its end; longer ones are not aligned further back
+_LETTERS = "ZQXJKVW"  # a text is changed with one that it does not begin or end with
+# What it costs to leave a unit of the prompt out, and to pass over one of the rendering.
+_LEFT_OUT = {"blank": 5, "sign": 40, "word": 150, "tag": 200}
+_PASSED = {"blank": 5, "sign": 30, "word": 70, "tag": 120}
+_NEVER = 10**6  # the two are different things
+
+_WORTH = 100  # a smaller difference of costs does not speak for another place of the answer
+
+Render = Callable[..., str]  # (messages, generate=...) -> text; raises Refusal
+
+
+class Aligned(NamedTuple):
+    """`end`: where the part of the rendering's header that the prompt has ends. `extra`: the end of the prompt that
+    the rendering does not have."""
+
+    end: int
+    extra: str
+    cost: int
+
+
+class Header(NamedTuple):
+    """Where the answer lies in a rendering: `begin` is the end of the header that the prompt has, `start` the first
+    character that the author controls. `extra` is the end of the prompt that the rendering does not have."""
+
+    begin: int
+    start: int
+    extra: str
+    prompt_tail: str  # the prompt after the last message's text
+
+
+def locate(render: Render, messages: list[Message], prompt: str, full: str, control: tuple[str, ...]) -> Header:
+    """The header of the last message, which `full` renders and `prompt` asks for."""
+    tail, place = _tails(render, messages, prompt, full, control)
+    found: list[tuple[int, Header]] = []  # with their costs
+    for start in _starts(render, messages, full):
+        if start is None:
+            continue
+        start = max(place, _before_tag(full, place, start, control))
+        aligned = align(prompt[tail:], full[place:start], control)
+        header = Header(place + aligned.end, start, aligned.extra, prompt[tail:])
+        found.append((aligned.cost, header))
+        if not TAG.search(aligned.extra):
+            break
+    if not found:
+        raise Refusal("refused by the chat template", "it takes no other text in place of this answer")
+    best = found[0]
+    for one in found[1:]:
+        best = one if one[0] < best[0] - _WORTH else best
+    return best[1]
+
+
+def _starts(render: Render, messages: list[Message], full: str) -> Iterator[int | None]:
+    """Where `full` first differs from the rendering of a plain answer, and, for turns that call tools, from the
+    rendering of another call: the header of a call may be another than that of an answer."""
+    message, head = messages[-1], messages[:-1]
+    letter = _letter(message)
+    plain = {key: value for key, value in message.items() if key not in (*REASONING_KEYS, "tool_calls")}
+    yield _differs(render, full, [*head, plain | {"content": f"{letter}k zero one"}])
+    if message.get("tool_calls"):
+        yield _differs(render, full, [*head, _changed(message, letter, front=True)])
+
+
+def _differs(render: Render, full: str, messages: list[Message]) -> int | None:
+    try:
+        return len(shared_start(full, render(messages)))
+    except Refusal:
+        return None
+
+
+def _tails(
+    render: Render, messages: list[Message], prompt: str, full: str, control: tuple[str, ...]
+) -> tuple[int, int]:
+    """Where the text of the message before the answer ends, in `prompt` and in `full`: both are rendered with a
+    letter more at its end. Where it is not rendered, as far as the two agree."""
+    letter = _letter(messages[-2])
+    head = [*messages[:-2], _changed(messages[-2], letter, front=False)]
+    try:
+        others = render(head, generate=True), render([*head, messages[-1]])
+    except Refusal:
+        others = (prompt, full)
+    tail, place = (
+        len(text) - len(shared_start(text[::-1], other[::-1]))
+        for text, other in zip((prompt, full), others, strict=True)
+    )
+    if not tail or not place:
+        tail = place = shared_header(prompt, full, control)
+    return tail, place
+
+
+def _letter(message: Message) -> str:
+    """A letter that no text of the message begins or ends with."""
+    edges = {edge for text in _texts(message) for edge in (text[:1], text[-1:], text.strip()[:1], text.strip()[-1:])}
+    return next(letter for letter in _LETTERS if letter not in edges) if len(edges) < len(_LETTERS) else _LETTERS[0]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _texts(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts(inner)
+
+
+def _changed(message: Message, letter: str, *, front: bool) -> Message:
+    """The message with a letter added to each text of its author, at the front or at the end."""
+
+    def longer(value: Any) -> Any:
+        if isinstance(value, str):
+            return letter + value if front else value + letter
+        if isinstance(value, dict):
+            return {key: longer(inner) for key, inner in value.items()}
+        return [longer(inner) for inner in value] if isinstance(value, list) else value
+
+    made = dict(message)
+    if (message["content"] or "").strip() or not message.get("tool_calls"):
+        made["content"] = longer(message["content"] or "")
+    for key in REASONING_KEYS:
+        if isinstance(message.get(key), str):
+            made[key] = longer(message[key])
+    if message.get("tool_calls"):
+        made["tool_calls"] = [_changed_call(call, longer) for call in message["tool_calls"]]
+    return made
+
+
+def _changed_call(call: Message, longer: Callable[[Any], Any]) -> Message:
+    function = call.get("function", {})
+    return {**call, "function": {k: longer(v) if k in ("name", "arguments") else v for k, v in function.items()}}
+
+
+def _before_tag(full: str, place: int, start: int, control: tuple[str, ...]) -> int:
+    """`start`, or the beginning of the control token or tag that it lies in."""
+    at = place
+    for unit in units(full[place : start + 64], control):
+        if at < start < at + len(unit):
+            return at if _kind(unit, control) == "tag" else start
+        at += len(unit)
+    return start
+
+
+def align(prompt: str, header: str, control: tuple[str, ...]) -> Aligned:
+    """Align all of `prompt` with a beginning of `header`."""
+    return _aligned(prompt, header, control)
+
+
+@functools.lru_cache(maxsize=512)
+def _aligned(prompt: str, header: str, control: tuple[str, ...]) -> Aligned:
+    asked, shown = units(prompt, control)[-MOST_UNITS:], units(header, control)
+    skipped = len(header) - sum(map(len, shown[-MOST_UNITS:]))
+    shown = shown[-MOST_UNITS:]
+    kinds = [_kind(unit, control) for unit in asked], [_kind(unit, control) for unit in shown]
+    costs = [0]
+    for kind in kinds[1]:
+        costs.append(costs[-1] + _PASSED[kind])
+    ways: list[list[str]] = [["passed"] * len(costs)]
+    for unit, kind in zip(asked, kinds[0], strict=True):
+        row, way = [costs[0] + _LEFT_OUT[kind]], ["left"]
+        for j, (other, other_kind) in enumerate(zip(shown, kinds[1], strict=True), 1):
+            both = costs[j - 1] + (_difference(unit, other) if kind == other_kind else _NEVER)
+            left, passed = costs[j] + _LEFT_OUT[kind], row[-1] + _PASSED[other_kind]
+            best = min(left, both, passed)
+            row.append(best)
+            # Of equal ways the one that agrees early: what the prompt adds stands at its end.
+            way.append("left" if best == left else "both" if best == both else "passed")
+        costs = row
+        ways.append(way)
+    cost = min(costs)
+    i, j = len(asked), costs.index(cost)
+    while i and ways[i][j] == "left":
+        i -= 1
+    return Aligned(skipped + sum(map(len, shown[:j])) if j else 0, "".join(asked[i:]) if i else prompt, cost)
+
+
+def _difference(one: str, other: str) -> int:
+    """What it costs to take one unit for the other, of the same kind."""
+    if one == other:
+        return 0
+    if one.isspace():
+        return 5
+    if one.casefold() == other.casefold():
+        return 10
+    ratio = difflib.SequenceMatcher(None, one.casefold(), other.casefold()).ratio()
+    if one[:1].isalnum() or one[:1] == "_":
+        return 40 if ratio >= 0.6 else 120
+    if len(one) == 1 or ratio < 0.75 or tag_kind(one)[1] != tag_kind(other)[1]:
+        return _NEVER
+    return 60
+
+
+def units(text: str, control: tuple[str, ...]) -> list[str]:
+    """Control tokens, tags, words, and single blanks and signs of a text."""
+    return [match[0] for match in _pattern(control).finditer(text)]
+
+
+@functools.lru_cache(maxsize=16)
+def _pattern(control: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join([*map(re.escape, control), TAG.pattern, r"\w+|\s|."]), re.DOTALL)
+
+
+def _kind(unit: str, control: tuple[str, ...]) -> str:
+    if unit.isspace():
+        return "blank"
+    if len(unit) > 2 and (unit in control or TAG.fullmatch(unit)):
+        return "tag"
+    return "word" if unit[0].isalnum() or unit[0] == "_" else "sign"
+
+
+def shared_start(*texts: str) -> str:
+    """The longest text that all of them start with."""
+    low, high = min(texts), max(texts)  # every text sorted between these two has the same start
+    known, limit = 0, min(len(low), len(high))
+    while known < limit:
+        middle = (known + limit + 1) // 2
+        if low[known:middle] == high[known:middle]:
+            known = middle
+        else:
+            limit = middle - 1
+    return low[:known]
+
+
+def shared_header(prompt: str, full: str, control: tuple[str, ...] = ()) -> int:
+    """How far `prompt` and `full` agree, in whole control tokens, tags and words."""
+    reach = len(shared_start(prompt, full))
+    return max(borders(prompt, control, reach) & borders(full, control, reach), default=0)
+
+
+def borders(text: str, control: tuple[str, ...], reach: int) -> set[int]:
+    """Places up to `reach` that lie between control tokens, tags, words and other letters of `text`."""
+    places = {0}
+    for match in _pattern(control).finditer(text):
+        if match.end() > reach:
+            break
+        places.add(match.end())
+    return places
