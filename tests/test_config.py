@@ -75,7 +75,7 @@ def test_later_layers_win() -> None:
 @pytest.mark.parametrize(
     ("layer", "parts"),
     [
-        ({"rnak": 3}, ["unknown key 'rnak'", "'rank'"]),
+        ({"rnak": 3}, ["unknown key 'rnak'", "did you mean rank?"]),
         ({"lora": {"lr": 3}}, ["unknown key 'lora.lr'"]),
         ({"lora": {1: 2}}, ["unknown key 'lora.1'"]),
         ({1: 2}, ["unknown key '1'"]),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+from collections.abc import Sequence
 
 _CONTROLS = {
     **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"},  # Unicode's control pictures
@@ -26,6 +27,7 @@ _CONTROLS = {
     **dict.fromkeys(range(0xD800, 0xE000), 0xFFFD),  # half a character: no stream could encode it
 }
 LONGEST = 600  # characters of each part of a message
+MOST_LINES = 60  # of a message with a list
 _SECRET = ("TOKEN", "API_KEY", "PASSWORD", "SECRET", "SECRET_KEY", "ACCESS_KEY")  # how names of variables end
 _SHORTEST = 8  # characters of a secret: a shorter one would be found in every other word
 _LOGIN = re.compile(r"(?<=://)[^\s/]+(?=@)")
@@ -65,11 +67,14 @@ def one_line(text: str, longest: int = LONGEST) -> str:
 
 
 class GraftuneError(ValueError):
-    """A mistake the user can fix. `where` is a file, line, field or row; `fix` says what to do."""
+    """A mistake the user can fix. `where` is a file, line, field or row; `fix` says what to do. `lines`: one for each
+    of several mistakes of the same kind, printed below."""
 
-    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None):
+    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None, lines: Sequence[str] = ()):
         self.what = one_line(what)
         self.where = None if where is None else one_line(where)
         self.fix = None if fix is None else one_line(fix)
         head = f"{self.where}: {self.what}" if where else self.what
-        super().__init__(f"{head}; {self.fix}" if fix else head)
+        more = [f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
+        self.lines = [*map(one_line, lines[:MOST_LINES]), *more]
+        super().__init__("\n  ".join([f"{head}; {self.fix}" if fix else head, *self.lines]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -43,13 +44,15 @@ ANSWERED: list[tuple[str, str]] = [
     ("fine_tune_type", "method"),
     ("stage", "supervised"),
     ("optimizer", "AdamW"),
-    ("report_to", "metrics.jsonl"),
-    ("wandb_project", "metrics.jsonl"),
+    ("report_to", "track"),
+    ("wandb_project", "track"),
     ("logging_steps", "metrics.jsonl"),
     ("push_to_hub", "graftune export"),
     ("hub_model_id", "graftune export"),
-    ("deepspeed", "device"),
-    ("fsdp", "device"),
+    ("deepspeed", "torchrun"),
+    ("fsdp", "shard_base"),
+    ("nproc_per_node", "torchrun"),
+    ("device_map", "device"),
     ("val_set_size", "val_split"),
     ("resume_from_checkpoint", "--resume"),
     ("iters", "max_steps"),
@@ -97,6 +100,14 @@ TAKEN: list[tuple[str, str, str]] = [
 ]
 # None of ours, and not a slip of one either: no guess is better than a wrong one.
 STRANGE = ["--gamma-ray", "--loss-fn", "--foo", "--name", "--my-option", "--data-augmentation", "--teacher"]
+# Other tools' names, misspelt: the name that was meant, and what it is here.
+MISSPELT = [
+    ("learning_rat", "learning_rate", "lr"),
+    ("lora_rr", "lora_r", "rank"),
+    ("load_in_4bits", "load_in_4bit", "base_dtype"),
+    ("gradient_acumulation_steps", "gradient_accumulation_steps", "tokens_per_step"),
+    ("eval_step", "eval_steps", "eval_every"),
+]
 
 
 def typed(value: str) -> object:
@@ -144,10 +155,19 @@ def test_both_spellings_are_one_too_many(engine: Engine, capsys: Capture, tmp_pa
     assert "lr is given twice (as lr and learning_rate)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("name", "intended", "ours"), MISSPELT)
+def test_another_tools_name_misspelt_gets_a_guess(name: str, intended: str, ours: str) -> None:
+    with pytest.raises(GraftuneError) as caught:
+        flatten({name: 2}, "run.yaml")
+    assert f"did you mean {intended}?" in str(caught.value) and ours in str(caught.value)
+    flags = other_tools.advice("--" + name.replace("_", "-"), ["--rank", "--lr"], flags=True)
+    assert f"did you mean --{intended.replace('_', '-')}?" in flags and f"--{ours.replace('_', '-')}" in flags
+
+
 @pytest.mark.parametrize("option", STRANGE)
 def test_no_guess_is_better_than_a_wrong_one(engine: Engine, capsys: Capture, option: str) -> None:
     assert main(["train", option]) == 2
-    assert "did you mean" not in capsys.readouterr().err
+    assert "did you mean" not in capsys.readouterr().err.lower()
 
 
 def test_a_slip_of_the_fingers_is_recognised() -> None:
@@ -164,8 +184,28 @@ def test_a_slip_of_the_fingers_is_recognised() -> None:
 
 
 def test_all_unknown_keys_of_a_file_are_listed(tmp_path: Path) -> None:
-    with pytest.raises(GraftuneError, match=r"'bf16'.*\(unknown too: packing, lora.wandb\)"):
-        flatten({"bf16": True, "packing": True, "lora": {"wandb": 1, "r": 8}}, "run.yaml", note=str)
+    with pytest.raises(GraftuneError) as caught:
+        flatten({"bf16": True, "packing": True, "lora": {"wandb": 1, "r": 8}, "zzz": 1}, "run.yaml", note=str)
+    head, *lines = str(caught.value).split("\n")
+    assert head == "run.yaml: 4 unknown keys; change or remove them"
+    assert [line.split(":")[0].strip() for line in lines] == ["bf16", "packing", "lora.wandb", "zzz"]
+    assert "compute_dtype" in lines[0] and "track" in lines[2] and "docs/settings.md" in lines[3]
+
+
+def test_all_unknown_options_are_answered_at_once(engine: Engine, capsys: Capture) -> None:
+    assert main(["train", "--bf16", "--report-to", "wandb", "--rnak=3", "--zzz", "--json"]) == 2
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert lines[0].startswith("graftune: 4 unknown options") and len(lines) == 5 and not engine.calls
+    parts = ["--compute-dtype", "--track", "did you mean --rank?", "nothing like it"]
+    assert all(part in line for line, part in zip(lines[1:], parts, strict=True))
+    assert len(json.loads(out)["error"]["lines"]) == 4
+
+
+def test_a_file_of_another_tool_is_answered_with_import(engine: Engine, capsys: Capture, tmp_path: Path) -> None:
+    (path := tmp_path / "run.yaml").write_text("base_model: a/b\nsample_packing: true\nbf16: auto\nrank: 3\n")
+    assert main(["train", "-c", str(path)]) == 2
+    assert f"2 unknown keys; graftune import {path} converts such a file" in capsys.readouterr().err
 
 
 def test_a_section_that_is_given_another_tools_value(tmp_path: Path) -> None:

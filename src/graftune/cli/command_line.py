@@ -2,7 +2,8 @@
 
 Users have habits from other tools: underscores in flags, `--bf16 True`, `--targets q_proj v_proj`, other names. A word
 with one possible meaning is rewritten here, before cyclopts parses it, and a note says which setting another tool's
-name became. Everything else is unchanged, and failures.py words cyclopts' errors.
+name became. Unknown options are answered here, all at once. Everything else is unchanged, and failures.py words
+cyclopts' errors.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from graftune.settings.config import TARGET_SHORTHANDS, TARGETS, leaves
 
 VERBATIM = ("--prompt", "--system")  # the next word is text, even if it looks like a flag
 GLOBAL = ("--verbose",)
+HELP = ("--help", "-h", "--version")
 
 
 @dataclass
@@ -46,6 +48,7 @@ def read_line(arguments: Sequence[str], flags_of: Callable[[str], set[str]]) -> 
         line.arguments = words
         return line
     spelled: dict[str, str] = {}
+    unknown: list[str] = []
     while words:
         word = words.pop(0)
         if word == "--":
@@ -61,8 +64,30 @@ def read_line(arguments: Sequence[str], flags_of: Callable[[str], set[str]]) -> 
         if name != typed and name != typed.replace("_", "-"):
             line.notes.append(f"{typed} is taken as {name}")
         spelled[name] = typed
+        if name not in known and name not in HELP:
+            unknown.append(typed)
         line.arguments += _with_values(name, equals + value, words)
+    if unknown and not any(line.has(word) for word in HELP):
+        raise _unknown_options(command, unknown, sorted(known))
     return line
+
+
+def _unknown_options(command: str, typed: list[str], known: list[str]) -> GraftuneError:
+    """Answers all of them at once."""
+    answers = [_instead(name, known) for name in typed]
+    see = f"graftune {command} --help lists the options"
+    if len(typed) == 1:
+        return GraftuneError(f"unknown option {typed[0]}", fix=answers[0] or see)
+    lines = [f"{name}: {answer or 'there is nothing like it'}" for name, answer in zip(typed, answers, strict=True)]
+    return GraftuneError(f"{len(typed)} unknown options", fix=see, lines=lines)
+
+
+def _instead(typed: str, known: list[str]) -> str:
+    """What to use instead of an option that this command does not have."""
+    ours = other_tools.same(typed) or other_tools.plain(typed)
+    if ours in {leaf.name for leaf in leaves()} and flag(ours) not in known:
+        return f"that is {flag(ours)} of graftune train"
+    return other_tools.advice(typed, [name for name in known if name.startswith("--")], flags=True)
 
 
 def _ours(typed: str, known: set[str]) -> str:

@@ -11,10 +11,9 @@ import os
 import sys
 from typing import Any
 
-from cyclopts.exceptions import CycloptsError, UnknownOptionError
+from cyclopts.exceptions import CycloptsError
 
 from graftune.errors import GraftuneError, one_line
-from graftune.settings import other_tools
 
 _DISK = {
     errno.ENOSPC: ("no space left", "free some, or give another folder with --out"),
@@ -38,10 +37,12 @@ _MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE,
 
 
 def sentence(error: BaseException) -> str | None:
-    """The message on one line, without the program's name; None if this is not a user's mistake."""
+    """The message, without the program's name: on one line unless it has a list; None if this is not a user's
+    mistake."""
     if isinstance(error, GraftuneError):
-        text = str(error)
-    elif isinstance(error, CycloptsError):
+        head, *lines = str(error).split("\n")
+        return "\n".join([one_line(head, longest=2000), *lines])
+    if isinstance(error, CycloptsError):
         text = _usage(error)
     elif _out_of_memory(error):
         text = "the device's memory is used up; lower --tokens-per-micro-batch, or set --recompute to full or offload"
@@ -60,7 +61,9 @@ def explained(error: BaseException) -> dict[str, Any] | None:
     text = sentence(error)
     if text is None:
         return None
-    parts = {"what": error.what, "where": error.where, "fix": error.fix} if isinstance(error, GraftuneError) else {}
+    parts: dict[str, Any] = {}
+    if isinstance(error, GraftuneError):
+        parts = {"what": error.what, "where": error.where, "fix": error.fix, "lines": error.lines}
     return {"message": text, **{name: value for name, value in parts.items() if value}}
 
 
@@ -76,19 +79,6 @@ def _out_of_memory(error: BaseException) -> bool:
 
 
 def _usage(error: CycloptsError) -> str:
-    """cyclopts' own sentence, unless the option is another tool's."""
+    """cyclopts' own sentence."""
     command = " ".join(["graftune", *(error.command_chain or [])])
-    if isinstance(error, UnknownOptionError):
-        typed = (error.token.keyword or error.token.value).split("=", 1)[0]
-        known = [name for argument in error.argument_collection for name in argument.names]
-        if instead := _instead(typed, known):
-            return f"unknown option {typed}; {instead}"
     return f"{error} (see {command} --help)"
-
-
-def _instead(typed: str, known: list[str]) -> str | None:
-    """What to use instead of another tool's option."""
-    ours = other_tools.same(typed)
-    if ours and "--" + ours.replace("_", "-") not in known:
-        return f"that is --{ours.replace('_', '-')} of graftune train"
-    return other_tools.answer(typed, flags=True)

@@ -445,11 +445,14 @@ def flatten(tree: dict[str, Any], where: str, note: Note | None = None) -> dict[
             raise GraftuneError(f"{key} is {shown(value)}, {what}", where=where, fix=fix)
         else:
             put(key, value)
+    if len(unknown) == 1:
+        raise GraftuneError(f"unknown key {shown(unknown[0][0])}", where=where, fix=unknown[0][1])
     if unknown:
-        first, fix = unknown[0]
-        others = ", ".join(name for name, _ in unknown[1:9]) + (" and others" if len(unknown) > 9 else "")
-        more = f" (unknown too: {others})" if others else ""
-        raise GraftuneError(f"unknown key {shown(first)}", where=where, fix=fix + more)
+        is_file = Path(where).suffix in (".yaml", ".yml", ".json")
+        convert = is_file and other_tools.tool_of(map(str, tree))
+        fix = f"graftune import {where} converts such a file" if convert else "change or remove them"
+        lines = [f"{name}: {what}" for name, what in unknown]
+        raise GraftuneError(f"{len(unknown)} unknown keys", where=where, fix=fix, lines=lines)
     return flat
 
 
@@ -457,10 +460,8 @@ def _answer(key: str, name: str | None, known: dict[str, str], section: str) -> 
     """What to do about a key that is none of ours, or not one of its section."""
     if name in known:
         return f"{name} belongs to the section {known[name]}"
-    if said := other_tools.answer(key, flags=False):
-        return said
-    near = other_tools.near(key, [n for n, s in known.items() if s == section or not section])
-    return f"did you mean {near!r}?" if near else "remove it; docs/settings.md lists all settings"
+    there = [n for n, s in known.items() if s == section or not section]
+    return other_tools.advice(key, there, flags=False) or "remove it; docs/settings.md lists all settings"
 
 
 def _warn(text: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable
 
 _SAME = """
 base: model model_name model_name_or_path base_model pretrained_model_name_or_path model_path model_id hf_path
@@ -81,15 +82,21 @@ optim optimizer optimizer_type optimizers use_8bit_adam adamw_8bit
 galore use_galore use_badam use_apollo loraplus_lr_ratio loraplus_lr_embedding
     that is not supported here; remove it
 report_to wandb_project wandb_entity wandb_name wandb_mode use_wandb wandb tensorboard use_tensorboard use_mlflow
-mlflow_experiment_name use_swanlab run_name comet_project_name logging_dir
-    nothing is sent anywhere: figures go to metrics.jsonl and loss.png in the run folder; remove it
+mlflow_experiment_name use_swanlab run_name comet_project_name logging_dir wandb_watch wandb_log_model use_comet
+mlflow_tracking_uri
+    {track} sends the figures to tensorboard, wandb, trackio or mlflow, into the project graftune; without it they are
+    in metrics.jsonl and loss.png in the run folder only
 logging_steps steps_per_report log_every plot_loss logging_strategy logging_first_step verbosity
     every step is written to metrics.jsonl in the run folder; remove it
 push_to_hub hub_model_id hub_token hub_strategy hub_private_repo use_auth_token hf_token token
     nothing is uploaded: export the run with graftune export RUN --to peft and upload the folder yourself
-deepspeed fsdp fsdp_config ddp_backend local_rank num_gpus num_machines tensor_parallel_size ddp device_map max_memory
-ddp_timeout ddp_find_unused_parameters context_parallel_degree gpus nproc_per_node
-    training runs on one device here; remove it, and choose the device with {device}
+deepspeed fsdp fsdp_config ddp_backend local_rank num_gpus num_machines tensor_parallel_size ddp ddp_timeout
+ddp_find_unused_parameters context_parallel_degree gpus nproc_per_node num_processes sequence_parallel_degree
+    torchrun --nproc-per-node N -m graftune train trains on N GPUs; {shard_base} divides a base that does not fit on
+    one of them, {deadline} limits the wait for a rank
+device_map max_memory gpu_memory_limit low_cpu_mem_usage
+    {device} chooses the device, and what fits there is planned before anything is loaded; a base that does not fit is
+    held in host memory ({base_on}) or, under torchrun, divided among the GPUs ({shard_base})
 finetuning_type fine_tune_type training_type peft_type peft use_peft use_lora lora full_finetuning
     {method} chooses what trains: lora (also over 4-bit weights, {base_dtype} nf4), full or scratch
 stage do_train do_eval do_predict rl rlhf task_type trainer
@@ -190,16 +197,28 @@ def _read(text: str) -> dict[str, str]:
     return found
 
 
+def _named(text: str) -> list[tuple[str, list[str]]]:
+    """Lines of a name, a colon and names; an indented line continues the one before it."""
+    lines = text.replace("\n    ", " ").strip().split("\n")
+    return [(name, names.split()) for line in lines for name, _, names in [line.partition(":")]]
+
+
 ANSWERS = _read(_ANSWERS)
-SAME = {
-    name: ours
-    for line in _SAME.replace("\n    ", " ").strip().split("\n")
-    for ours, _, names in [line.partition(":")]
-    for name in names.split()
-}
+SAME = {name: ours for ours, names in _named(_SAME) for name in names}
+_SIGNS = """
+axolotl: base_model datasets sequence_len micro_batch_size num_epochs sample_packing lora_target_linear lr_scheduler
+    val_set_size dataset_prepared_path evals_per_epoch saves_per_epoch pad_to_sequence_len train_on_inputs
+llama-factory: stage finetuning_type cutoff_len lora_target lora_rank dataset dataset_dir do_train quantization_bit
+    val_size plot_loss overwrite_cache preprocessing_num_workers neat_packing mask_history train_on_prompt
+trl: dataset_name dataset_config dataset_text_field use_peft lora_r lora_target_modules max_length dataset_train_split
+    assistant_only_loss completion_only_loss
+"""
+SIGNS = {tool: set(names) for tool, names in _named(_SIGNS)}  # the names by which a tool's file is recognised
+_TRANSFORMERS = {"model_name_or_path", "per_device_train_batch_size", "num_train_epochs", "output_dir"}
 _PLAIN_FP8 = "an fp8 base is rounded to nearest while it is read, and each product rounds what it multiplies"
 GONE = dict.fromkeys(("calibrate", "fp8_inputs"), _PLAIN_FP8)  # settings of earlier versions, and what holds now
 SIMILAR = 0.75  # of 1: two letters exchanged in a word of four
+OTHERS_SIMILAR = 0.85  # for other tools' names, of which there are hundreds
 _CHAT = ("max_new_tokens", "temperature", "system")
 
 
@@ -224,12 +243,34 @@ def plain(name: str) -> str:
     return name.lstrip("-").replace("-", "_").lower()
 
 
-def near(typed: str, known: list[str]) -> str | None:
-    """The one of our names that was probably meant. What is less similar is not guessed: a wrong guess costs more than
-    none."""
+def near(typed: str, known: list[str], similar: float = SIMILAR) -> str | None:
+    """The one of these names that was probably meant. What is less similar is not guessed: a wrong guess costs more
+    than none."""
     by_name = {plain(name): name for name in known}
-    found = difflib.get_close_matches(plain(typed), by_name, 1, SIMILAR)
+    found = difflib.get_close_matches(plain(typed), by_name, 1, similar)
     return by_name[found[0]] if found else None
+
+
+def advice(typed: str, known: list[str], flags: bool) -> str:
+    """What to do about a name that is not a setting: the answer if another tool has it, else a guess at the setting or
+    the other tool's name that was meant; empty if there is none. `known`: our names, as the user writes them."""
+    if said := answer(typed, flags):
+        return said
+    ours, theirs = near(typed, known), near(typed, [*SAME, *ANSWERS], OTHERS_SIMILAR)
+    if theirs and not (ours and _similarity(typed, ours) >= _similarity(typed, theirs)):
+        return f"did you mean {_shown(theirs, flags)}? {answer(theirs, flags)}"
+    return f"did you mean {ours}?" if ours else ""
+
+
+def _similarity(typed: str, name: str) -> float:
+    return difflib.SequenceMatcher(None, plain(typed), plain(name)).ratio()
+
+
+def tool_of(keys: Iterable[str]) -> str | None:
+    """The tool that a file of settings is for, by its own names; with names of transformers alone it is TRL's."""
+    names = {plain(key) for key in keys}
+    found = max(SIGNS, key=lambda tool: len(SIGNS[tool] & names))
+    return found if SIGNS[found] & names else "trl" if _TRANSFORMERS & names else None
 
 
 def _shown(name: str, flags: bool) -> str:
