@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels import interpreter
 from tests.support import tiny
 
 
@@ -73,6 +75,32 @@ def _language_replaced_once() -> Iterator[None]:
     for scope in reversed(scopes.values()):
         if hasattr(scope, "restore"):
             scope.restore()
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _no_overflow_looked_for_in_vain() -> Iterator[None]:
+    """At every sum and product of integers the interpreter works out in int64 whether it overflows, and then says so
+    only with its option `debug`, which it leaves out and nothing sets: a quarter of its time, and no test sees it."""
+    if torch.cuda.is_available():
+        yield
+        return
+    from triton.runtime import interpreter as theirs
+
+    builder = getattr(theirs, "interpreter_builder", None)
+    options = getattr(builder, "options", None)
+    with pytest.MonkeyPatch.context() as patch:
+        if getattr(options, "sanitize_overflow", False) and getattr(options, "debug", None) is False:
+            patch.setattr(builder, "options", dataclasses.replace(options, sanitize_overflow=False))
+        yield
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _described_once() -> Iterator[None]:
+    if torch.cuda.is_available():
+        yield
+        return
+    with interpreter.remembering():
+        yield
 
 
 @pytest.fixture
