@@ -222,6 +222,16 @@ def test_torn_and_foreign_folders(tmp_path: Path) -> None:
             client(path)
 
 
+@pytest.mark.parametrize("odd", [b"{},{}\n1", b"1", b'{"event": 1}', b'{"event": "step"'])
+def test_a_line_that_is_no_event_spoils_no_other(tmp_path: Path, odd: bytes) -> None:
+    """Lines are decoded many at a time."""
+    path = write_run(tmp_path / "r", start(2)) / "metrics.jsonl"
+    path.write_bytes(lines(start(2), step(1)) + odd + b"\n" + lines(step(2)))
+    log = Log(path)
+    log.advance()
+    assert list(log.steps) == [1, 2] and log.bad == odd.count(b"\n") + 1
+
+
 def test_settings_of_a_file_are_those_of_yaml(tmp_path: Path) -> None:
     awkward = {"data": "a: b # c\nd é" + "x" * 200, "map": {"prompt": "Q: x", "response": "1"}, "targets": ["qv"]}
     for number, values in enumerate(({}, awkward, {"data": [{"path": "a", "weight": 2}, {"path": "b"}]})):

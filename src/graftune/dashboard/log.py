@@ -13,16 +13,30 @@ from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import chain
 from operator import lt
 from typing import Any
 
 from graftune.dashboard.line_reader import LineReader
+from graftune.io.json_file import no_collections
 from graftune.observe.events import Event, number, parsed, plain, step_of
 
 KINDS = ("run_start", "resume", "eval", "sample", "warning", "memory", "profile", "run_end")  # that the views show
 MOST_EVENTS, MOST_BYTES = 5000, 2 << 20  # events of each kind, and their size as JSON
 MOST_NAMES, MOST_NUMBERS = 64, 2 << 20  # of a step, and of all steps
+
+
+def _events(piece: bytes) -> Sequence[Event | None]:
+    """The event on each line, None where there is none. Lines without nested values, as those of steps, are decoded in
+    one call, which takes half the time."""
+    lines = piece[:-1].split(b"\n")
+    if piece.count(b"{") == len(lines) and b"[" not in piece:
+        with suppress(ValueError), no_collections():
+            found = json.loads(b"[" + b",".join(lines) + b"]")
+            if len(found) == len(lines) and all(isinstance(e, dict) and isinstance(e.get("event"), str) for e in found):
+                return found
+    return [parsed(line) for line in lines]
 
 
 def _column(values: Sequence[Any]) -> array[float] | None:
@@ -73,7 +87,7 @@ class Log(LineReader):
 
     def take(self, piece: bytes) -> None:
         steps: list[Event] = []  # without another event between them
-        for event in map(parsed, piece[:-1].split(b"\n")):
+        for event in _events(piece):
             if event is None:
                 self.bad += 1
             elif event["event"] == "step":
