@@ -57,7 +57,7 @@ def resolve(device: str = "auto", compute: str = "auto", *, threads: int = 0, de
     if compute == "auto":
         dtype, why = _best_compute(chosen, fast)
     else:
-        dtype, why = DTYPES[compute], "asked for"
+        dtype, why = DTYPES[compute], "as set"
         if dtype == torch.bfloat16 and not fast:
             warnings.warn("this device has no bf16 units: bf16 products will be far slower than fp32", stacklevel=2)
         if dtype == torch.float16 and chosen.type == "cpu":

@@ -191,6 +191,8 @@ def test_a_run_keeps_a_preview_of_its_data(run: Path, tiny_folder: Any, monkeypa
     shown = page.get("/api/runs/r/preview?size=5&page=1").json()
     assert (shown["total"], shown["page"], shown["source"], len(shown["examples"])) == (19, 1, "preview.jsonl", 5)
     assert shown["note"] == "All examples are in the run folder." and shown["examples"][0]["index"] == 5
+    asked = next(event for event in read_events(run / "metrics.jsonl") if event["event"] == "sample")
+    assert len(asked["references"]) == len(asked["prompts"]) == 2 and shown["examples"][0]["row"] >= 1
     first = page.get("/api/runs/r/preview").json()["examples"][0]
     text = "".join(first["tokens"])
     trained = "".join(token for token, on in zip(first["tokens"], first["trained"], strict=True) if on)

@@ -60,6 +60,7 @@ def test_the_list_and_what_differs(tmp_path: Path) -> None:
 
 def test_one_run_in_full(tmp_path: Path) -> None:
     sample = {"event": "sample", "answers": ["<b>x</b>", "y", "scored"], "prompts": ["p", "q", "r"], "shown": 2}
+    sample["references"] = ["right"]  # a base that was asked by an earlier version has none
     events = [
         start(2, command="graftune train m.gguf 'a b.jsonl'"), {"event": "memory", "step": 1, "planned": 5},
         step(1), step(2), {"event": "warning", "step": 2, "text": "\u001b[2J<script>"}, {**sample, "step": 0},
@@ -75,8 +76,8 @@ def test_one_run_in_full(tmp_path: Path) -> None:
     assert found["memory"]["planned"] == 5 and found["end"]["stopped"] == "finished" and not found["profile"]
     assert found["warnings"] == [{"step": 2, "text": "\u001b[2J<script>"}]
     assert found["samples"] == [
-        {"step": 2, "prompt": "p", "base": "<b>x</b>", "tuned": "z"},
-        {"step": 2, "prompt": "q", "base": "y", "tuned": "w"},
+        {"step": 2, "prompt": "p", "base": "<b>x</b>", "tuned": "z", "reference": "right"},
+        {"step": 2, "prompt": "q", "base": "y", "tuned": "w", "reference": None},
     ]
     assert found["checkpoints"] == ["adapter", "step-10", "step-2"] and found["evals"][0]["loss"] == 1.0
     assert found["config_yaml"] == (run / "config.yaml").read_text()
@@ -145,7 +146,12 @@ def test_the_list_does_not_wait_while_a_log_is_read(tmp_path: Path) -> None:
 
 def test_a_resume_takes_back_what_came_after_it(tmp_path: Path) -> None:
     first = [start(9), *(step(n, loss=1.0) for n in range(1, 7)), evaluated(2, 2.0), evaluated(6, 0.5)]
-    run = write_run(tmp_path / "r", *first, {"event": "resume", "step": 4}, step(5, loss=3.0))
+    marks = [{"event": "resume", "step": 5}, {"event": "extend", "step": 5, "steps": 8, "steps_before": 9}]
+    run = write_run(tmp_path / "r", *first, *marks, {"event": "resume", "step": 4}, step(5, loss=3.0))
+    assert ask(client(tmp_path), "/api/runs/r")["marks"] == [{"step": 4, "label": "resumed"}]
+    append(run, *marks)
+    both = [{"step": 4, "label": "resumed"}, {"step": 5, "label": "resumed, shortened to 8"}]
+    assert ask(client(tmp_path), "/api/runs/r")["marks"] == both
     path = run / "metrics.jsonl"
     log, summary = Log(path), RunSummary(path)
     log.advance()

@@ -73,5 +73,5 @@ def test_a_session_of_two_ranks_divides_its_base(ranks, folder):
         want = sharded.said(session)
     for rank in range(2):
         found = json.loads((folder / f"session-{rank}.json").read_text())
-        assert found.pop("held") == "fp32, in equal parts on 2 ranks (asked for)"
+        assert found.pop("held") == "fp32, in equal parts on 2 ranks (as set)"
         assert found == want

@@ -25,7 +25,8 @@ def main() -> None:
         while not (Path(key["run"]) / "go").exists():
             time.sleep(0.02)
         for who in ("base", "tuned"):
-            say(who=who, text=f"was asked {len(messages)} <b>{messages[-1]['content']}</b>")
+            roles = "".join(message["role"][0] for message in messages)
+            say(who=who, text=f"was asked {roles} <b>{messages[-1]['content']}</b>")
             say(who=who, done=True, reason="end")
         say(end=True)
 

@@ -123,9 +123,17 @@ class RunFolder:
         self.emit(*events)
         return self
 
+    def resumed(self, step: int, total: int) -> RunFolder:
+        """Killed, and resumed at `step` with another length."""
+        self.time += 60
+        self.emit({"event": "resume", "step": step})
+        self.emit({"event": "extend", "step": step, "steps": total, "steps_before": self.steps})
+        self.steps = total
+        return self
+
     def answered(self, *steps: int) -> RunFolder:
         """Sample answers: the base's, and the tuned model's, right from the second half on."""
-        self.emit({"event": "sample", "step": 0, "prompts": PROMPTS, "answers": BASE})
+        self.emit({"event": "sample", "step": 0, "prompts": PROMPTS, "references": RIGHT, "answers": BASE})
         for number in steps:
             half = [text[: len(text) // 2] for text in RIGHT]
             self.emit({"event": "sample", "step": number, "answers": RIGHT if number > self.steps / 2 else half})
@@ -155,7 +163,7 @@ class RunFolder:
     def preview(self, examples: Iterable[tuple[list[str], list[int]]]) -> RunFolder:
         """preview.jsonl with tokens and their mask."""
         lines = [
-            {"index": index, "tokens": tokens, "trained": trained, "truncated": False}
+            {"index": index, "row": index + 1, "tokens": tokens, "trained": trained, "truncated": False}
             for index, (tokens, trained) in enumerate(examples)
         ]
         (self.folder / "preview.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pytest
+
 from tests.page.folders import BASE, RIGHT, RunFolder, gallery
 
 # How many pixels of a chart's canvas have a line's colour, all but its blurred edges.
@@ -85,7 +87,8 @@ def test_one_run_shows_its_settings_and_figures(tab, tmp_path: Path):
     )
     assert 60 < steps[0] < 100 and 300 < steps[-1] < 340, "the table holds what is shown after zooming in"
     opened.open("run/done/samples")
-    assert [page.inner_text(f".sample:first-child .{who} .text") for who in ("base", "tuned")] == [BASE[0], RIGHT[0]]
+    shown = [page.inner_text(f".sample:first-child .{who} .text") for who in ("base", "tuned", "reference")]
+    assert shown == [BASE[0], RIGHT[0], RIGHT[0]]
     page.keyboard.press("[")
     assert page.inner_text(".sample:first-child .tuned .text") == RIGHT[0][: len(RIGHT[0]) // 2]
     opened.open("run/done/profile")
@@ -97,6 +100,66 @@ def test_one_run_shows_its_settings_and_figures(tab, tmp_path: Path):
     page.click("text=Copy >> nth=0")
     page.wait_for_selector("text=Copied")
     assert page.evaluate("navigator.clipboard.readText()").startswith("graftune train ")
+
+
+def readout(page, chart: str) -> str:
+    return page.inner_text(f"figure[data-name='{chart}'] .readout").replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("steps", "span"), [(12, "none below 50 steps"), (500, "over 10 steps"), (20_000, "over 400 steps")]
+)
+def test_charts_show_the_true_last_value(tab, tmp_path: Path, steps: int, span: str):
+    """Smoothing and downsampling change lines and no figure, in the comparison and zoomed in, too."""
+    run = RunFolder(tmp_path / "run", steps=steps).start().train(steps - 3, every=steps)
+    last = [run.step(steps - left) | {"loss": loss} for left, loss in ((2, 9), (1, 1e-5), (0, 6.25e-4))]
+    run.emit(*last, {"event": "eval", "step": steps, "loss": 0.25})
+    run.ended()
+    opened = tab(tmp_path)
+    page = opened.open("run/run")
+    page.wait_for_selector("figure[data-name=loss] canvas")
+    assert page.inner_text(".toolbar output") == span
+    assert readout(page, "loss") == "latest training 0.00063 validation 0.2500" and "0.00063" in page.inner_text(
+        ".figures"
+    )
+    assert f"to 0.00063 at step {steps}" in summary(page, "loss")
+    assert (pixels(page, "loss", "--raw") > 50) == (steps > 12), "the single steps, behind what is smoothed"
+    if steps > 500:
+        page.focus('figure[data-name="loss"] .plot')
+        for _ in range(8):
+            page.keyboard.press("+")
+        wait_for_step(page, "loss", 10_000 + 504)  # a finer part has arrived, which ends there
+        assert readout(page, "loss") == "latest training 0.00063 validation 0.2500"
+    opened.open("compare/run")
+    page.wait_for_selector("figure[data-name=loss] canvas")
+    assert readout(page, "loss") == "latest 0.00063" and f"to 0.00063 at step {steps}" in summary(page, "loss")
+
+
+def test_the_time_left_runs_down(tab, tmp_path: Path):
+    """Within a step of a minute it falls until the next step is due; a resume and its length are marked."""
+    run = RunFolder(tmp_path / "slow", steps=10).start().held()
+    run.time = time.time() - 200
+    run.emit({"event": "resume", "step": 0})
+    for number in (1, 2, 3):
+        run.time += 60
+        run.emit({"event": "step", "step": number, "loss": 1.0})
+    opened = tab(tmp_path)
+    opened.page.clock.install()
+    page = opened.open("run/slow")
+    left = []
+    for _ in range(8):
+        minutes, seconds = re.search(r"(\d+) min (\d+) s", page.inner_text(".figures div:has-text('Left')")).groups()
+        left.append(60 * int(minutes) + int(seconds))
+        page.clock.run_for(10_000)
+    assert left == sorted(left, reverse=True) and 390 < left[0] <= 400 and left[-1] == 360
+    run.resumed(2, 20)
+    run.emit({"event": "step", "step": 3, "loss": 1.0})
+    page.clock.run_for(2000)
+    page.wait_for_selector(".figures:has-text('3 / 20')")
+    page.clock.run_for(2000)
+    page.wait_for_function(
+        "() => document.querySelector('figure[data-name=loss] .plot').ariaLabel.includes('extended to 20 at step 2')"
+    )
 
 
 def test_two_runs_overlay(tab, tmp_path: Path):
@@ -175,8 +238,36 @@ def test_a_chat_answer_streams(tab, tmp_path: Path):
         page.wait_for_selector(f".answer.{who} .text:text-is('{who} of step-10')")
     assert page.is_enabled("button:text-is('Stop')"), "the answer goes on"
     (run.folder / "go").touch()
-    page.wait_for_selector(".answer.tuned .text:text-is('tuned of step-10 was asked 1 <b>Hello</b>')")
+    page.wait_for_selector(".answer.tuned .text:text-is('tuned of step-10 was asked u <b>Hello</b>')")
     page.wait_for_selector("button:text-is('Send'):enabled")
     asked(page, "And?")
-    page.wait_for_selector(".turn:nth-child(2) .answer.base .text:text-is('base of step-10 was asked 3 <b>And?</b>')")
+    page.wait_for_selector(".turn:nth-child(2) .answer.base .text:text-is('base of step-10 was asked uau <b>And?</b>')")
     assert page.inner_text(".turn:nth-child(1) .answer.base .text").endswith("<b>Hello</b>")
+
+
+CODE = """Try:
+```python
+def f(x):
+    return "<b>" + `x`
+```
+and `f(1)`."""
+
+
+def test_a_chat_shows_code_and_its_end_on_a_phone(tab, tmp_path: Path):
+    run = RunFolder(tmp_path / "done").start().train(10).checkpoints(10).ended()
+    (run.folder / "go").touch()
+    page = tab(tmp_path, viewport={"width": 390, "height": 844}).open("run/done/chat")
+    page.click("text=Settings")
+    page.fill("#system", "Be brief.")
+    for number in (1, 2):
+        page.fill("#message", CODE + "\n." * 12)
+        page.keyboard.press("Enter")
+        page.wait_for_selector(f".turn:nth-child({number}) .answer.tuned code:text-is('f(1)')")
+        page.wait_for_selector("button:text-is('Send'):enabled")
+    answer = page.locator(".turn:nth-child(2) .answer.tuned")
+    assert "was asked suau <b>Try:" in answer.inner_text() and "```" not in answer.inner_text()
+    assert answer.locator("pre").inner_text() == 'def f(x):\n    return "<b>" + `x`'
+    faces = answer.locator("pre code, .text > code").evaluate_all("all => all.map(e => getComputedStyle(e).fontFamily)")
+    assert len(faces) == 2 and all("monospace" in face for face in faces)
+    end, form = answer.bounding_box(), page.locator(".ask").bounding_box()
+    assert 0 < end["y"] + end["height"] <= form["y"] + 1 and form["y"] + form["height"] <= 844

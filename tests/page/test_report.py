@@ -6,14 +6,17 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from graftune.observe.report import document, report, write_report
-from tests.page.folders import HOSTILE, RunFolder
+from tests.page.folders import HOSTILE, RIGHT, RunFolder
 from tests.page.test_page import pixels, summary
 
 
 def test_the_report_draws_the_charts_of_the_page(browser, tmp_path: Path):
     name = "<img src=x onerror=alert(1)>"
-    run = RunFolder(tmp_path / name, steps=3000).start(command=HOSTILE).train(3000, every=500).answered(3000)
+    run = RunFolder(tmp_path / name, steps=2000).start(command=HOSTILE).train(2100).resumed(2000, 3000)
+    run.train(3000, since=2000, every=500).answered(3000)
     run.emit({"event": "warning", "step": 3000, "text": "</script><script>window.hacked = 1</script>"})
     run.ended()
     write_report(run.folder)
@@ -25,7 +28,11 @@ def test_the_report_draws_the_charts_of_the_page(browser, tmp_path: Path):
     page.goto(file.as_uri())
     page.wait_for_selector('figure[data-name="loss"] canvas')
     assert pixels(page, "loss", "--line-1") > 100 and pixels(page, "loss", "--line-2") > 50
-    assert "at step 3000" in summary(page, "loss")
+    assert "at step 3000" in summary(page, "loss") and "resumed, extended to 3000 at step 2000" in summary(page, "loss")
+    assert page.inner_text(".facts").startswith("HuggingFaceTB/SmolLM2-135M-Instruct \u00b7 support.jsonl")
+    assert "3,000 / 3,000" in page.inner_text(".figures") and RIGHT[2] in page.inner_text(".answer.reference >> nth=2")
+    whole = page.eval_on_selector_all("pre", "all => all.map(each => each.scrollHeight <= each.clientHeight)")
+    assert whole == [True, True] and "max_seq_len: 512" in page.inner_text("main"), "nothing is cut off"
     assert page.inner_text("h1") == name and "</script><script>window.hacked" in page.inner_text("main")
     assert page.evaluate("window.hacked") is None and page.query_selector("main img") is None
     assert page.eval_on_selector_all("[src], [href]", "all => all.length") == 0, "nothing to load"
@@ -39,11 +46,14 @@ def test_spikes_survive_and_text_cannot_end_the_data(tmp_path: Path):
     curves = found["curves"]
     assert len(curves["steps"]) == 1000 and all(len(v) == 1000 for v in curves["values"].values())
     losses = [e["loss"] for e in map(json.loads, run.log.read_text().splitlines()) if e["event"] == "step"]
-    assert max(curves["values"]["loss"]) == float(f"{max(losses):.6g}")
+    drawn, means = curves["values"]["loss"], curves["values"]["loss_mean"]
+    assert max(drawn) == float(f"{max(losses):.6g}") > 2 * max(means)
+    assert [drawn[0], drawn[-1]] == [float(f"{each:.6g}") for each in (losses[0], losses[-1])], "no extreme of others"
+    assert sum(means) / 1000 == pytest.approx(sum(losses) / 5000, rel=0.02)
     (run.folder / "config.yaml").write_text("</script>&<b>\u2028" + "x" * 30_000)
     (data,) = re.findall(r'<script type="application/json" id="run">(.*?)</script>', report(run.folder))
     read = json.loads(data)["config"]
-    assert read.startswith("</script>&<b>\u2028xx") and read.endswith("more characters]") and "<" not in data
+    assert read == (run.folder / "config.yaml").read_text() and "<" not in data
 
 
 def test_what_a_resume_took_back_is_not_in_it(tmp_path: Path):

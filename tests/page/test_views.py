@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from graftune.observe.page_files import asset
 from tests.page.folders import HOSTILE, PROMPTS, RIGHT, RunFolder, chat_example, gallery
 
 PARTS = ("curves", "data", "samples", "profile", "command", "chat")
@@ -32,6 +33,7 @@ def test_the_mask_marks_exactly_the_trained_tokens(tab, tmp_path: Path):
         return [[[token, on] for token, on in zip(*example, strict=True)] for example in part]
 
     assert shown() == expected(examples[:20])
+    assert page.inner_text(".example h2 >> nth=0").startswith("Row 1 "), "as on the terminal"
     page.keyboard.press("]")
     page.wait_for_selector(".example[data-index='20']")
     assert shown() == expected(examples[20:40])
@@ -68,6 +70,86 @@ def test_hostile_text_is_shown_as_text(tab, tmp_path: Path):
     assert "<script>alert(3)</script>" in seen and "</p><script>alert(2)</script>" in seen
     opened.open("compare")
     assert "onerror" in page.inner_text(".legend")
+
+
+def test_twelve_runs_show_their_base_at_1024_pixels(tab, tmp_path: Path):
+    """Settings that differ take the width that is left; figures of a row are on one line."""
+    for number in range(12):
+        settings = {"data": {"max_seq_len": 512 + number}, "optim": {"clip": 1.0 + number, "schedule": f"s{number}"}}
+        run = RunFolder(tmp_path / f"customer-support-{number}", rank=8 + number, seed=number, settings=settings)
+        run.start().train(2).ended()
+    opened = tab(tmp_path, viewport={"width": 1024, "height": 800})
+    page = opened.open()
+    edge = "(name) => document.querySelector(`td[data-key='${name}']`).getBoundingClientRect().right"
+    assert all(page.evaluate(edge, name) <= 1024 for name in ("base", "data", "steps", "last_loss", "setting rank"))
+    assert page.inner_text("td[data-key=base] >> nth=0") == "SmolLM2-135M-Instruct"
+    few = page.locator("th.setting").count()
+    assert 2 <= few < 6 and f"{6 - few} more settings differ" in page.inner_text(".summary")
+    tops = """() => ["steps", "last_loss"].map(key => {
+      const range = document.createRange();
+      range.selectNodeContents(document.querySelector(`td[data-key='${key}']`));
+      return range.getClientRects()[0].top; })"""
+    steps, loss = page.evaluate(tops)
+    assert abs(steps - loss) < 0.6
+    page.set_viewport_size({"width": 1900, "height": 800})
+    page.wait_for_function("few => document.querySelectorAll('th.setting').length > few", arg=few)
+    place = "() => [...document.querySelectorAll('.tabs a')].map(tab => tab.getBoundingClientRect().x)"
+    places = [opened.open(f"run/customer-support-1/{part}").evaluate(place) for part in ("curves", "command")]
+    assert places[0] == places[1], "tabs stay where they are"
+
+
+def test_what_is_missing_comes_with_a_command(tab, tmp_path: Path):
+    RunFolder(tmp_path / "one run").start().train(3)
+    opened = tab(tmp_path)
+    folder = f"'{tmp_path}/one run'"
+    for part, command in (
+        ("profile", f"graftune profile {folder}"),
+        ("samples", f"graftune chat {folder} --compare"),
+        ("curves", f"graftune train --resume {folder}"),
+    ):
+        page = opened.open(f"run/one%20run/{part}")
+        assert command in page.eval_on_selector_all(".command code", "all => all.map(each => each.textContent)")
+        assert "`" not in page.inner_text("main")
+    assert not page.is_visible("figure[data-name=skipped]"), "no update was skipped"
+    opened.complaints[:] = [each for each in opened.complaints if "404" not in each]
+    (tmp_path / "none").mkdir()
+    page = tab(tmp_path / "none").open()
+    assert page.inner_text(".command code") == f"graftune train --out {tmp_path}/none/first"
+
+
+def evaluated(page, file: str, call: str):
+    """What a function of a module without imports returns."""
+    source = asset(file).replace("export ", "")
+    return page.evaluate(f"() => {{ {source}; return {call}; }}")
+
+
+def test_smoothing_and_ticks(browser):
+    page = browser.new_page()
+    soft = (
+        "smoothed([...Array(100).keys()], [...Array(100).keys()].map(at => at < 50 ? 2 : 0.001), spanOf(100, 2)).at(-1)"
+    )
+    assert evaluated(page, "smooth.js", soft) == pytest.approx(0.001, rel=1e-6)
+    assert evaluated(page, "smooth.js", "smoothed([1, 2, 9], [3, null, 3], 40)") == [
+        pytest.approx(3),
+        None,
+        pytest.approx(3),
+    ]
+    assert evaluated(page, "smooth.js", "[spanOf(49, 10), spanOf(50, 1), spanOf(500, 2), spanOf(1e5, 2)]") == [
+        0,
+        0,
+        10,
+        2000,
+    ]
+    for ticks, shown in (
+        ("[0, 0.0004, 0.0008, 0.0012]", ["0", "0.0004", "0.0008", "0.0012"]),
+        ("[0, 0.0002, 0.0008, 0.001]", ["0", "0.0002", "0.0008", "0.0010"]),
+        ("[0, 0.00005, 0.0001]", ["0", "0.5e-4", "1.0e-4"]),
+        ("[20.8, 21, 21.25]", ["20.80", "21.00", "21.25"]),
+        ("[0.0001, null, 0.01, 1], true", ["1e-4", "", "1e-2", "1e0"]),
+        ("[0.001, 0.1, 10], true", ["0.001", "0.1", "10"]),
+    ):
+        assert evaluated(page, "format.js", f"axisTicks({ticks})") == shown
+    page.close()
 
 
 NAMELESS = """() => [...document.querySelectorAll("button, input, select, textarea, a")].filter(each => {

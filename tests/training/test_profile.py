@@ -33,6 +33,7 @@ def test_a_run_gets_its_profile_and_trace(tiny_folder, tmp_path: Path, capsys: p
     wanted = """version device gpu model shape captured step_ms plain_ms eager_ms floor_ms floor_share owned bottleneck
         phases layers operations hotspots tree"""
     assert set(wanted.split()) <= set(document)
+    assert document["gpu"].endswith("products in fp32"), "config.yaml also holds what auto chose"
     assert document["owned"] > 0.95 and document["shape"]["micro_batches"] > 1
     assert {row["name"] for row in document["beside"]} >= {"checkpoint"}
     assert sorted(path.name for path in run.iterdir()) == ["config.yaml", "profile-trace.json", "profile.json"]

@@ -81,7 +81,7 @@ def test_auto(kind, gpu, fits, chosen, said, tiny_folder, tmp_path, monkeypatch)
     monkeypatch.setattr(placement, "free_bytes", lambda device: base.spec.parameters * (8 if fits else 6))
     found = choose_placement(base, "auto", resolve("cpu", "fp32"))
     assert (found.base_dtype, found.why[: len(said)]) == (chosen, said)
-    assert choose_placement(base, "nf4", resolve("cpu", "fp32")).why == "asked for"
+    assert choose_placement(base, "nf4", resolve("cpu", "fp32")).why == "as set"
     if kind != "nf4":  # what is free is what the caller says
         free = base.spec.parameters * (6 if fits else 8)
         assert (choose_placement(base, "auto", resolve("cpu", "fp32"), free).base_dtype == "fp32") != fits

@@ -20,8 +20,9 @@ from graftune.dashboard.log import Log
 from graftune.dashboard.reading import is_file, read_settings, stamp
 from graftune.dashboard.states import CONFIG, RUNNING, Heartbeat, RunStatus, state_of
 from graftune.dashboard.summary import RunSummary
-from graftune.errors import GraftuneError, one_line
+from graftune.errors import GraftuneError
 from graftune.observe.events import number
+from graftune.observe.report import base_name, data_name
 
 LOG = "metrics.jsonl"
 DEEPEST = 6  # folders below the watched one
@@ -74,9 +75,8 @@ class WatchedRun:
                 "name": shown_name(self.folder.name),
                 "state": self.state.state,
                 "sentence": self.state.sentence,
-                # Empty where the settings could not be read.
-                "base": (_text(settings["base"]) or "bundled SmolLM2-135M-Instruct") if "base" in settings else "",
-                "data": _data(settings["data"]) if "data" in settings else "",
+                "base": base_name(settings),
+                "data": data_name(settings),
                 "method": _text(settings.get("method")),
                 "steps": summary.steps,
                 "max_steps": summary.total,
@@ -89,6 +89,7 @@ class WatchedRun:
                 "worked_s": summary.worked_s,
                 "last_began": summary.began[0],
                 "last_began_step": summary.began[1],
+                "last_stepped": number(summary.step.get("time")),
                 "settings": settings,
                 "differing": differing,
             }
@@ -225,12 +226,3 @@ def shown_name(name: str) -> str:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
-
-
-def _data(value: Any) -> str:
-    """A short name of the training data."""
-    if isinstance(value, list) and value:
-        first = value[0].get("path") if isinstance(value[0], dict) else value[0]
-        more = len(value) - 1
-        return one_line(str(first)) + (f" and {more} more" if more else "")
-    return _text(value) or "bundled sample"

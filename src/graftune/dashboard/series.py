@@ -20,7 +20,7 @@ def series(log: Log, names: Sequence[str], points: int, first: int | None, last:
     end = len(steps) if last is None else int(np.searchsorted(steps, last, "right"))
     chosen = [name for name in (names or log.values) if name in log.values]
     columns = {name: np.frombuffer(log.values[name], np.float64)[start:end] for name in chosen} if len(steps) else {}
-    shown, values = downsampled(steps[start:end], columns, max(2, min(points, MOST_POINTS)))
+    shown, values = downsampled(steps[start:end], columns, max(4, min(points, MOST_POINTS)), means=("loss",))
     return {
         "names": chosen,
         "available": list(log.values),

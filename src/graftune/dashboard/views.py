@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import time
 from pathlib import Path
 
 from graftune.dashboard.log import Log
 from graftune.dashboard.reading import is_file, read_bytes, read_json
 from graftune.dashboard.runs import CONFIG, Document, WatchedRun
-from graftune.observe.events import evals, sample_rows, step_of
+from graftune.observe.events import evals, resume_marks, sample_rows, step_of
 
 PROFILE = "profile.json"
 MOST_SAMPLES, MOST_WARNINGS = 4000, 500
@@ -31,6 +32,8 @@ def details(run: WatchedRun, differing: list[str]) -> Document:
             "warnings": warnings(log),
             "samples": sample_rows(log.of("sample"))[-MOST_SAMPLES:],
             "evals": evals(log.of("eval")),
+            "marks": resume_marks([*log.of("resume"), *log.of("extend")]),
+            "now": time.time(),  # by this machine's clock, as the times of the events
             "start": last["run_start"],
             "end": last["run_end"],
             "profile": is_file(run.folder / PROFILE),

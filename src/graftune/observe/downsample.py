@@ -1,32 +1,51 @@
-"""Reduces curves to as many points as a screen can show, without losing a spike.
+"""Reduces curves to as many points as a screen can show, without losing a spike or the last value.
 
-Steps are divided into buckets, and each bucket gives its lowest and its highest value, in the order in which they
-occur. An average would hide the one step that went wrong, and every n-th step would find it by luck only.
+The first and the last step keep their values. The steps between them are divided into buckets, and each bucket gives
+its lowest and its highest value, in the order in which they occur. An average would hide the one step that went wrong,
+and every n-th step would find it by luck only. A smoothed line has to follow the average of all steps, which the
+extremes do not tell: it gets the mean of each bucket.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 
 def downsampled(
-    steps: np.ndarray, columns: Mapping[str, np.ndarray], points: int
+    steps: np.ndarray, columns: Mapping[str, np.ndarray], points: int, means: Sequence[str] = ()
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Steps and values at `points` places or fewer; unchanged if there are no more."""
+    """Steps and values at `points` places or fewer, at least four; unchanged if there are no more. `means`: columns
+    that also give the means of their buckets, as NAME_mean."""
     if len(steps) <= points:
         return steps, dict(columns)
-    edges = np.linspace(0, len(steps), points // 2 + 1).astype(np.int64)
-    values = {name: _extremes(column, edges) for name, column in columns.items()}
+    inner = slice(1, len(steps) - 1)
+    edges = np.linspace(0, len(steps) - 2, max(1, points // 2 - 1) + 1).astype(np.int64)
+    values = {name: _between(column, _extremes(column[inner], edges)) for name, column in columns.items()}
+    for name in set(means) & set(columns):
+        values[f"{name}_mean"] = _between(columns[name], _means(columns[name][inner], edges))
     # A bucket's two values are placed at its first step and halfway to the next bucket.
-    return np.stack([steps[edges[:-1]], steps[(edges[:-1] + edges[1:]) // 2]], axis=1).reshape(-1), values
+    places = steps[inner][np.stack([edges[:-1], (edges[:-1] + edges[1:]) // 2], axis=1).reshape(-1)]
+    return _between(steps, places), values
 
 
 def numbers(column: np.ndarray) -> list[float | None]:
     """As JSON: null for NaN and infinity."""
     return [value if math.isfinite(value) else None for value in column.tolist()]
+
+
+def _between(whole: np.ndarray, inner: np.ndarray) -> np.ndarray:
+    return np.concatenate([whole[:1], inner, whole[-1:]])
+
+
+def _means(column: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """The mean of the numbers in each bucket, at both of its places; NaN where it has none."""
+    known = np.isfinite(column)
+    sums, counts = (np.add.reduceat(each, edges[:-1]) for each in (np.where(known, column, 0.0), known.astype(float)))
+    with np.errstate(invalid="ignore"):
+        return np.repeat(sums / counts, 2)
 
 
 def _extremes(column: np.ndarray, edges: np.ndarray) -> np.ndarray:

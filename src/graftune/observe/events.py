@@ -6,13 +6,15 @@ the part of a line that was written is removed. A database or a binary log would
 dashboard can read this file.
 
 Events, each with `event` and `time` (unix seconds):
-  run_start, resume {step}, step {step, loss, grad_norm, lr, tokens, tok_s, skipped; micro_batches, tflops (the
-  model's, over the last steps), on CUDA floor_share (where the floor was measured) and host_idle},
+  run_start, resume {step}, extend {step, steps, steps_before (of the whole run)},
+  step {step, loss, grad_norm, lr, tokens, tok_s, skipped; micro_batches, tflops (the model's, over the last steps), on
+  CUDA floor_share (where the floor was measured) and host_idle},
   profile {step, step_ms, plain_ms, owned, bottleneck; of profile_every},
   memory {step, planned, measured (bytes), owners; after the first step},
   phase {phase: what the run does from here on},
   eval {step, epoch, loss, perplexity, response_tokens; the first before step 1}, warning,
-  sample {step (0: of the base), answers, prompts, shown (how many of them people see; the rest is for the score)},
+  sample {step (0: of the base), answers, prompts, references, shown (how many of them people see; the rest is for the
+  score)},
   (step and eval also have the loss's own figures, as cross_entropy and drift of the anchored loss)
   run_end {step, stopped, host_ms (median host time of a step), captures, on CUDA peak_device_memory, ...}.
 """
@@ -165,6 +167,7 @@ def sample_rows(events: list[Event]) -> list[dict[str, Any]]:
     """Answers to the run's prompts, one row per prompt and step. The base answers at step 0, or at the end. Answers
     that were generated for the score alone are left out."""
     prompts: list[Any] = []
+    references: list[Any] = []
     base: list[Any] = []
     by_step: dict[int, list[Any]] = {}
     for event in events:
@@ -174,13 +177,20 @@ def sample_rows(events: list[Event]) -> list[dict[str, Any]]:
         answers = answers[:shown] if type(shown) is int and shown >= 0 else answers
         if isinstance(event.get("prompts"), list):
             prompts = event["prompts"]
+            references = event["references"] if isinstance(event.get("references"), list) else []
         if step == 0 or event.get("who") == "base":
             base = answers
         else:
             by_step[step] = answers
     rows = by_step or ({0: base} if base else {})
     return [
-        {"step": step, "prompt": _at(prompts, i), "base": _at(base, i), "tuned": str(answer) if step else None}
+        {
+            "step": step,
+            "prompt": _at(prompts, i),
+            "base": _at(base, i),
+            "tuned": str(answer) if step else None,
+            "reference": _at(references, i),
+        }
         for step in sorted(rows)
         for i, answer in enumerate(rows[step])
     ]
@@ -188,6 +198,20 @@ def sample_rows(events: list[Event]) -> list[dict[str, Any]]:
 
 def _at(texts: list[Any], place: int) -> str | None:
     return str(texts[place]) if place < len(texts) else None
+
+
+def resume_marks(events: list[Event]) -> list[dict[str, Any]]:
+    """The steps at which the run was resumed or got another length, each with a label."""
+    found: dict[int, list[str]] = {}
+    for event in events:
+        step, total, before = step_of(event), whole(event.get("steps")), whole(event.get("steps_before"))
+        if step is None or event["event"] not in ("resume", "extend"):
+            continue
+        label = "resumed"
+        if event["event"] == "extend":
+            label = f"{'shortened' if total and before and total < before else 'extended'} to {total}"
+        found.setdefault(step, []).append(label)
+    return [{"step": step, "label": ", ".join(dict.fromkeys(found[step]))} for step in sorted(found)]
 
 
 def worked_seconds(events: list[Event]) -> float | None:

@@ -12,18 +12,21 @@ import hashlib
 import html
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from graftune.errors import GraftuneError, printable
+from graftune.errors import GraftuneError, one_line, printable
 from graftune.io.files import open_plain, write_file
 from graftune.io.json_file import NotJson, read_json
+from graftune.io.yaml_file import LARGEST, parse_yaml
 from graftune.observe.events import (
     Event,
     evals,
     number,
     plain,
     read_events,
+    resume_marks,
     sample_rows,
     standing,
     steps,
@@ -70,15 +73,19 @@ def document(folder: Path) -> dict[str, Any]:
     events = standing(written)
     start, end = _last(events, "run_start") or {}, _last(events, "run_end")
     done = steps(events)
-    settings = start.get("settings")
+    extended = _last(events, "extend") or {}
+    config = _read(folder / "config.yaml")
+    settings = _settings(config)
     warnings = [_text(e.get("text", "")) for e in events if e["event"] == "warning"]
     return {
         "name": _text(folder.resolve().name),
         "command": _text(start.get("command") or ""),
-        "config": _text(_read(folder / "config.yaml")),
+        "config": config,
+        "base": _text(base_name(settings)),
+        "data": _text(data_name(settings)),
         "device": _text(start.get("device") or ""),
-        "clip": settings.get("clip") if isinstance(settings, dict) else None,
-        "steps": start.get("steps"),
+        "clip": number(settings.get("clip")),
+        "steps": extended.get("steps", start.get("steps")),
         "done": done[-1]["step"] if done else 0,
         "started": start.get("time"),
         "ended": events[-1].get("time") if events else None,
@@ -89,6 +96,7 @@ def document(folder: Path) -> dict[str, Any]:
         "end": {key: end.get(key) for key in ("peak_device_memory", "peak_memory")} if end else None,
         "curves": _curves(done),
         "evals": [{"step": e["step"], "loss": e.get("loss")} for e in evals(events)],
+        "marks": resume_marks(events),
         "samples": _samples(events),
         "warnings": warnings[-MOST_WARNINGS:],
         "warned": len(warnings),
@@ -105,7 +113,7 @@ def _curves(done: list[Event]) -> dict[str, Any]:
         return float("nan") if found is None else found
 
     columns = {name: np.array([figure(e.get(name)) for e in done]) for name in FIGURES if any(name in e for e in done)}
-    at, values = downsampled(np.array([e["step"] for e in done], np.int64), columns, POINTS)
+    at, values = downsampled(np.array([e["step"] for e in done], np.int64), columns, POINTS, means=("loss",))
     shown = {name: [_short(value) for value in numbers(column)] for name, column in values.items()}
     return {"steps": at.tolist(), "values": shown, "thinned": len(done) > POINTS}
 
@@ -119,7 +127,7 @@ def _samples(events: list[Event]) -> list[dict[str, str]]:
     """Prompts with the answers of the base and the last answers of the tuned model."""
     rows = sample_rows(events)
     last = [row for row in rows if row["step"] == rows[-1]["step"]]
-    return [{who: _text(row[who] or "") for who in ("prompt", "base", "tuned")} for row in last]
+    return [{who: _text(row[who] or "") for who in ("prompt", "base", "tuned", "reference")} for row in last]
 
 
 def _last(events: list[Event], kind: str) -> Event | None:
@@ -134,11 +142,36 @@ def _plan(folder: Path) -> object:
 
 
 def _read(path: Path) -> str:
-    """The beginning of the settings, longer than is shown, so that the rest can be counted."""
+    """The whole configuration; what cannot be one, because of its size, is cut with a note."""
     if not path.is_file():
         return ""
     with open_plain(path) as file:
-        return file.read(1 << 20).decode("utf-8", errors="replace")
+        text = file.read(LARGEST).decode("utf-8", errors="replace")
+        return f"{text}\n[... the file is longer than {LARGEST >> 20} MiB]" if file.read(1) else text
+
+
+def _settings(config: str) -> dict[str, Any]:
+    """The settings by name; none where the text is not a configuration."""
+    try:
+        tree = parse_yaml(config, "config.yaml")
+    except GraftuneError:
+        return {}
+    return {name: value for section in tree.values() if isinstance(section, dict) for name, value in section.items()}
+
+
+def base_name(settings: Mapping[str, Any]) -> str:
+    """The base of a run for people; empty where its settings could not be read."""
+    base = settings.get("base", "")
+    return (base if isinstance(base, str) and base else "bundled SmolLM2-135M-Instruct") if "base" in settings else ""
+
+
+def data_name(settings: Mapping[str, Any]) -> str:
+    """A short name of the training data; empty where the settings could not be read."""
+    data = settings.get("data")
+    if isinstance(data, list) and data:
+        first = data[0].get("path") if isinstance(data[0], dict) else data[0]
+        return one_line(str(first)) + (f" and {len(data) - 1} more" if len(data) > 1 else "")
+    return (data if isinstance(data, str) and data else "bundled sample") if "data" in settings else ""
 
 
 def _text(value: object) -> str:

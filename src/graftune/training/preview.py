@@ -28,6 +28,7 @@ def shown_example(index: int, example: Example, pieces: Pieces) -> dict[str, Any
     shown here."""
     shown: dict[str, Any] = {
         "index": index,
+        "row": example.row,  # as on the terminal: from 1
         "tokens": pieces.of(example.tokens[:TOKENS]),
         "trained": [int(on) for on in example.supervised[:TOKENS]],
         "truncated": example.shortened or len(example.tokens) > TOKENS,

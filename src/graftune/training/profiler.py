@@ -157,7 +157,7 @@ def facts_of(parts: Parts, shape: Capacities | None) -> dict[str, Any]:
         found |= {"documents": shape.max_docs, "longest": shape.longest, "response_rows": shape.max_rows}
     return {
         "device": runtime.device.type,
-        "gpu": runtime.describe(),
+        "gpu": runtime.describe(why=False),
         "model": parts.base.name,
         "method": settings.method,
         "recompute": settings.recompute,

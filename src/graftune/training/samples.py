@@ -64,8 +64,9 @@ class Questions:
         return tuple(len(q.prompt) for q in self.questions)
 
     @property
-    def asked(self) -> list[str]:
-        return [question.asked for question in self.questions]
+    def texts(self) -> dict[str, list[str]]:
+        """What the log keeps of the questions."""
+        return {"prompts": [q.asked for q in self.questions], "references": [q.reference for q in self.questions]}
 
     @property
     def digest(self) -> str:
@@ -147,7 +148,7 @@ class Samples(Hook):
         if state.ranks.from_lead(lambda: missing) if _together(state) else missing:
             self._ask_base(state)
         tuned = self._ask(state, "the tuned model", count, adapted=True)
-        more = {} if self.base_answers else {"prompts": self.questions.asked}
+        more = {} if self.base_answers else self.questions.texts
         log = state.report.log
         log.emit("sample", step=state.progress.step, answers=tuned, shown=self.questions.shown, **more)
         return tuned
@@ -155,7 +156,7 @@ class Samples(Hook):
     def _ask_base(self, state: RunState) -> None:
         questions = self.questions
         self.base_answers = self._ask(state, "the base", len(questions.questions), adapted=False)
-        facts = {"questions": questions.digest, "prompts": questions.asked, "shown": questions.shown}
+        facts = {"questions": questions.digest, "shown": questions.shown, **questions.texts}
         state.report.log.emit("sample", step=0, answers=self.base_answers, **facts)
 
     def _ask(self, state: RunState, whom: str, count: int, *, adapted: bool) -> list[str]:

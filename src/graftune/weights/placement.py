@@ -79,7 +79,7 @@ class Placement:
 
 def choose_placement(base: Base, asked: str, runtime: Runtime, free: int | None = None) -> Placement:
     """`free`: the device's bytes, where something is to be trained there; else they are asked for."""
-    chosen = Placement(asked, "asked for") if asked != "auto" else _automatic(base, runtime, free)
+    chosen = Placement(asked, "as set") if asked != "auto" else _automatic(base, runtime, free)
     if chosen.base_dtype == "keep" and launch.augments(runtime.device):
         check_blocks(base)
     if chosen.format is None:

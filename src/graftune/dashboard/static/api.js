@@ -21,7 +21,7 @@ async function asked(path, options = {}) {
     response = await (taken(path, options) ?? fetch(path, { credentials: "same-origin", ...options }));
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Error("The server does not answer; is `graftune watch` still running?");
+    throw new Error("The server does not answer; is graftune watch still running?");
   }
   return answer(response);
 }

@@ -2,7 +2,7 @@
 // keyboard and buttons. All charts of a view share a `Range`, the steps that are shown.
 
 import { el, fill, setText, table } from "./dom.js";
-import { count } from "./format.js";
+import { axisTicks, count } from "./format.js";
 
 const LINES = ["--line-1", "--line-2", "--line-3", "--line-4", "--line-5", "--line-6", "--line-7", "--line-8"];
 const TABLE_ROWS = 60;
@@ -22,7 +22,7 @@ export function colour(name) {
 export function plotter() {
   window.graftunePlotter ??= new Promise((loaded, failed) => {
     if (window.uPlot) return loaded();
-    const fail = () => failed(new Error("The server does not answer; is `graftune watch` still running?"));
+    const fail = () => failed(new Error("The server does not answer; is graftune watch still running?"));
     document.head.append(el("script", { src: "/static/uPlot.js", on: { load: loaded, error: fail } }));
   });
   return window.graftunePlotter;
@@ -93,13 +93,14 @@ export function aligned(lines) {
 
 export class Chart {
   // Lines that jump up and down are one pixel wide: wider ones take a CPU several times as long to draw.
-  // `lines`: [{label, colour (a custom property), width, points, dash, faint}]; `format` writes a value; `mark`:
-  // {value, label} is a horizontal line; `height` in pixels; `named`: figures under the cursor with their lines' labels.
-  constructor({ title, lines, format, range, mark = null, height = 180, named = true, note = "" }) {
-    Object.assign(this, { title, lines, format, range, mark, height, named, log: false, data: [[], ...lines.map(() => [])] });
+  // `lines`: [{label, colour (a custom property), width, points, smooth (has no figure of its own)}]; `format` writes a
+  // value, `axis` the ticks; `mark`: {value, label} is a horizontal line; `marks`: [{step, label}] are vertical ones;
+  // `height` in pixels; `named`: figures under the cursor with their lines' labels.
+  constructor({ title, lines, format, axis = axisTicks, range, mark = null, marks = [], height = 180, named = true, note = "" }) {
+    Object.assign(this, { title, lines, format, axis, range, mark, marks, height, named, log: false, data: [[], ...lines.map(() => [])] });
     this.readout = el("span", { class: "readout" });
     this.note = el("span", { class: "chart-note" }, note);
-    this.plot = el("div", { class: "plot", tabindex: "0", role: "group", "aria-roledescription": "chart", on: { keydown: (event) => this.key(event), wheel: (event) => this.wheel(event) } });
+    this.plot = el("div", { class: "plot", style: { "min-height": `${height}px` }, tabindex: "0", role: "group", "aria-roledescription": "chart", on: { keydown: (event) => this.key(event), wheel: (event) => this.wheel(event) } });
     this.details = el("details", { class: "chart-table", on: { toggle: () => this.fillTable() } }, el("summary", {}, "Table"));
     this.element = el("figure", { class: "chart" }, el("figcaption", {}, el("h2", {}, title), this.note, this.readout), this.plot, this.details);
     this.resize = new ResizeObserver(() => this.uplot?.setSize(this.size()));
@@ -141,9 +142,11 @@ export class Chart {
     return { width: Math.max(160, this.plot.clientWidth), height: this.height };
   }
 
-  set(data) {
-    this.data = this.log ? [data[0], ...data.slice(1).map(positive)] : data;
-    this.raw = data;
+  // `data`: what figures and tables show; `drawn`: the lines, where they are smoothed; `latest`: the last value of each
+  // line, where `data` ends before the run does.
+  set(data, { drawn = data, latest = null } = {}) {
+    this.data = this.log ? [drawn[0], ...drawn.slice(1).map(positive)] : drawn;
+    Object.assign(this, { raw: data, given: { drawn, latest } });
     this.refresh();
     this.describe();
     if (this.details.open) this.fillTable();
@@ -154,13 +157,20 @@ export class Chart {
     this.log = log;
     this.uplot?.destroy();
     this.uplot = null;
-    if (this.raw) this.set(this.raw);
+    if (this.raw) this.set(this.raw, this.given);
   }
 
   setLines(lines) {
     this.lines = lines;
     this.uplot?.destroy();
     this.uplot = null;
+  }
+
+  setMarks(marks) {
+    if (JSON.stringify(marks) === JSON.stringify(this.marks)) return;
+    this.marks = marks;
+    this.uplot?.redraw(false);
+    if (this.raw) this.describe();
   }
 
   applyRange() {
@@ -176,11 +186,11 @@ export class Chart {
       {
         ...this.size(),
         legend: { show: false },
-        padding: [8, 10, 0, 0],
+        padding: [8, 24, 0, 0],
         scales: { x: { time: false }, y: this.log ? { distr: 3 } : { range: (_, min, max) => this.bounds(min, max) } },
         axes: [
           { ...axis, size: 26, gap: 2, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? count(tick) : "")) },
-          { ...axis, size: 58, gap: 4, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : this.format(tick, true))) },
+          { ...axis, size: 58, gap: 4, values: (_, ticks) => this.axis(ticks, this.log) },
         ],
         cursor: {
           drag: { x: true, y: false, setScale: false, dist: 6 },
@@ -189,7 +199,7 @@ export class Chart {
           bind: { mousedown: (u, target, handler) => (event) => (event.shiftKey ? this.startPan(event) : handler(event)), dblclick: () => () => this.range.all() },
         },
         series: [{}, ...this.lines.map((line) => this.line(line))],
-        hooks: { setSelect: [(u) => this.selected(u)], setCursor: [(u) => this.read(u)], draw: [(u) => this.drawMark(u, ink)] },
+        hooks: { setSelect: [(u) => this.selected(u)], setCursor: [(u) => this.read(u)], draw: [(u) => this.drawMark(u, ink), (u) => this.drawMarks(u, dim)] },
       },
       this.data,
       this.plot,
@@ -197,16 +207,9 @@ export class Chart {
     this.resize.observe(this.plot);
   }
 
-  line({ label, colour: name, width = 1, points = false, dash, faint = false }) {
+  line({ label, colour: name, width = 1, points = false }) {
     const stroke = colour(name);
-    return {
-      label,
-      stroke: faint ? stroke.replace(/^rgb\(/, "rgba(").replace(/\)$/, ", 0.35)") : stroke,
-      width,
-      dash,
-      spanGaps: false,
-      points: { show: points, size: 6, fill: stroke, stroke },
-    };
+    return { label, stroke, width, spanGaps: false, points: { show: points, size: 6, fill: stroke, stroke } };
   }
 
   // The y range: all that is shown, with room, from 0 where that is near; the mark too unless it is far above.
@@ -224,17 +227,28 @@ export class Chart {
     const { left, top, width, height } = u.bbox;
     const there = y >= top && y <= top + height;
     setText(this.note, there ? this.mark.label : `${this.mark.label}, outside of what is shown`);
-    if (!there) return;
+    if (there) dashed(u.ctx, ink, [5, 4], [left, y], [left + width, y]);
+  }
+
+  // Where the run was resumed or got another length. A label that would cover another is left out.
+  drawMarks(u, ink) {
+    const { left, top, width, height } = u.bbox;
     const context = u.ctx;
-    context.save();
-    context.strokeStyle = ink;
-    context.lineWidth = devicePixelRatio;
-    context.setLineDash([5 * devicePixelRatio, 4 * devicePixelRatio]);
-    context.beginPath();
-    context.moveTo(left, y);
-    context.lineTo(left + width, y);
-    context.stroke();
-    context.restore();
+    let free = left; // of labels so far
+    for (const { step, label } of this.marks) {
+      const x = Math.floor(u.valToPos(step, "x", true)) + 0.5;
+      if (x < left || x > left + width) continue;
+      dashed(context, ink, [2, 3], [x, top], [x, top + height]);
+      context.save();
+      context.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+      context.fillStyle = ink;
+      context.textBaseline = "top";
+      const [wide, gap] = [context.measureText(label).width, 4 * devicePixelRatio];
+      const from = x + gap + wide <= left + width ? x + gap : x - gap - wide;
+      if (from >= free) context.fillText(label, from, top);
+      free = Math.max(free, from + wide + gap);
+      context.restore();
+    }
   }
 
   read(u) {
@@ -244,10 +258,11 @@ export class Chart {
     const at = latest ? this.raw[0].length - 1 : u.cursor.idx;
     if (at < 0) return fill(this.readout);
     const parts = this.lines.map((line, number) => {
-      const value = nearest(this.raw[number + 1], at, latest);
+      if (latest && line.smooth) return null;
+      const value = latest && this.given.latest ? this.given.latest[number] : nearest(this.raw[number + 1], at, latest);
       if (value === undefined || value === null) return null;
       if (this.lines.length === 1 && line.colour === lineColour(0)) return el("b", {}, this.format(value)); // the title says what it is
-      return el("span", {}, el("i", { class: "swatch", style: { background: `var(${line.colour})`, opacity: line.faint ? "0.4" : "1" } }), this.named ? `${line.label} ` : null, el("b", {}, this.format(value)));
+      return el("span", {}, el("i", { class: "swatch", style: { background: `var(${line.colour})` } }), this.named ? `${line.label} ` : null, el("b", {}, this.format(value)));
     });
     fill(this.readout, el("span", {}, latest ? "latest" : `step ${count(this.raw[0][at])}`), parts);
   }
@@ -297,11 +312,11 @@ export class Chart {
   describe() {
     const parts = this.lines.map((line, number) => {
       const known = this.raw[number + 1].map((value, at) => [this.raw[0][at], value]).filter(([, value]) => Number.isFinite(value));
-      if (!known.length) return null;
+      if (!known.length || line.smooth) return null;
       const [first, last] = [known[0], known[known.length - 1]];
       return `${line.label} from ${this.format(first[1])} at step ${first[0]} to ${this.format(last[1])} at step ${last[0]}`;
     });
-    const said = parts.filter(Boolean).join("; ") || "no data yet";
+    const said = [...parts, ...this.marks.map(({ step, label }) => `${label} at step ${step}`)].filter(Boolean).join("; ") || "no data yet";
     this.plot.setAttribute("aria-label", `${this.title}: ${said}. Arrow keys pan, plus and minus zoom.`);
   }
 
@@ -325,6 +340,18 @@ export class Chart {
     this.uplot?.destroy();
     this.uplot = null;
   }
+}
+
+function dashed(context, ink, pattern, from, to) {
+  context.save();
+  context.strokeStyle = ink;
+  context.lineWidth = devicePixelRatio;
+  context.setLineDash(pattern.map((length) => length * devicePixelRatio));
+  context.beginPath();
+  context.moveTo(...from);
+  context.lineTo(...to);
+  context.stroke();
+  context.restore();
 }
 
 const moves = (type) => type === "mousemove" || type === "mouseleave";

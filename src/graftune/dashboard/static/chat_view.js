@@ -2,6 +2,7 @@
 // disturbed. Both get the same messages: a conversation continues from the answer of the chosen side.
 
 import { stream } from "./api.js";
+import { withCode } from "./code_text.js";
 import { button, el, fill, setText } from "./dom.js";
 import { shortcut } from "./keys.js";
 
@@ -14,6 +15,7 @@ export class ChatView {
     this.checkpoint = el("select", { id: "checkpoint" });
     this.temperature = el("input", { type: "number", id: "temperature", min: 0, max: 2, step: 0.1, value: "0" });
     this.length = el("input", { type: "number", id: "length", min: 1, max: 4096, step: 1, value: "256" });
+    this.system = el("textarea", { id: "system", rows: 1, placeholder: "none" });
     this.follow = el("select", { id: "follow" }, el("option", { value: "tuned" }, "the tuned answer"), el("option", { value: "base" }, "the base answer"));
     this.log = el("div", { class: "chat", role: "log", "aria-label": "Conversation" });
     this.field = el("textarea", { id: "message", rows: 3, placeholder: "Ask base and tuned (Enter sends, Shift and Enter breaks the line)", "aria-label": "Message", on: { keydown: (event) => this.key(event) } });
@@ -21,7 +23,8 @@ export class ChatView {
     this.stop = button("Stop", () => this.asking?.abort(), { disabled: true });
     this.status = el("p", { class: "dim", role: "status" });
     const label = (text, field) => el("label", { for: field.id }, `${text} `, field);
-    const settings = [label("Checkpoint", this.checkpoint), label("Temperature", this.temperature), label("New tokens", this.length), label("Go on from", this.follow), button("New conversation", () => this.clear())];
+    const more = [label("System prompt", this.system), label("Temperature", this.temperature), label("New tokens", this.length), label("Go on from", this.follow)];
+    const settings = [label("Checkpoint", this.checkpoint), button("New conversation", () => this.clear()), el("details", { class: "settings", open: innerWidth > 700 }, el("summary", {}, "Settings"), el("div", { class: "toolbar" }, more))];
     this.form = el("div", { class: "ask" }, this.field, el("div", { class: "group" }, this.send, this.stop));
     fill(root, el("div", { class: "toolbar" }, settings), this.log, this.form, this.status);
     shortcut("/", "Write a message", () => this.field.focus());
@@ -57,10 +60,14 @@ export class ChatView {
 
   messages() {
     const side = this.follow.value;
-    return this.turns.flatMap((turn) => [
-      { role: "user", content: turn.user },
-      ...(turn.answers ? [{ role: "assistant", content: turn.answers[side] }] : []),
-    ]);
+    const system = this.system.value.trim();
+    return [
+      ...(system ? [{ role: "system", content: system }] : []),
+      ...this.turns.flatMap((turn) => [
+        { role: "user", content: turn.user },
+        ...(turn.answers ? [{ role: "assistant", content: turn.answers[side] }] : []),
+      ]),
+    ];
   }
 
   async ask() {
@@ -88,25 +95,36 @@ export class ChatView {
 
   write(piece, texts, shown) {
     if (piece.error) throw new Error(piece.error);
+    const atEnd = this.atEnd();
     const side = shown[piece.who];
     if (!side) return;
     if (piece.text) {
       setText(this.status, "");
       texts[piece.who] += piece.text;
-      setText(side.text, texts[piece.who]);
+      fill(side.text, withCode(texts[piece.who]));
     }
     if (piece.done) setText(side.reason, piece.reason && piece.reason !== "stop" && piece.reason !== "end" ? piece.reason : "");
-    this.log.scrollTop = this.log.scrollHeight;
+    if (atEnd) this.showEnd();
+  }
+
+  // The page follows the answer unless one has scrolled up to read.
+  atEnd() {
+    const { scrollTop, clientHeight, scrollHeight } = document.documentElement;
+    return scrollTop + clientHeight > scrollHeight - 60;
+  }
+
+  showEnd() {
+    document.documentElement.scrollTop = document.documentElement.scrollHeight;
   }
 
   draw(user) {
     const shown = {};
     const sides = SIDES.map((who) => {
-      shown[who] = { text: el("p", { class: "text" }), reason: el("p", { class: "dim" }) };
+      shown[who] = { text: el("div", { class: "text" }), reason: el("p", { class: "dim" }) };
       return el("div", { class: `answer ${who}` }, el("h2", {}, who), shown[who].text, shown[who].reason);
     });
-    this.log.append(el("article", { class: "turn" }, el("p", { class: "prompt text" }, user), el("div", { class: "sides" }, sides)));
-    this.log.scrollTop = this.log.scrollHeight;
+    this.log.append(el("article", { class: "turn" }, el("div", { class: "prompt text" }, withCode(user)), el("div", { class: "sides" }, sides)));
+    this.showEnd();
     return shown;
   }
 

@@ -7,7 +7,7 @@ import { count, loss, setting } from "./format.js";
 import { shortcut } from "./keys.js";
 import { PANELS, evalLine } from "./panels.js";
 import { Curves } from "./series.js";
-import { smoothed } from "./smooth.js";
+import { USUAL, smoothLoss, spanOf } from "./smooth.js";
 import { stateMark } from "./state.js";
 
 const OVERLAID = [
@@ -20,14 +20,15 @@ const MOST = 8; // distinct colours
 
 export class CompareView {
   constructor(root, app) {
-    Object.assign(this, { root, app, range: new Range(), smooth: 0.9, entries: [], charts: new Map(), waiting: new Set() });
-    this.smoothInput = el("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: this.smooth, on: { input: () => this.setSmooth() } });
+    Object.assign(this, { root, app, range: new Range(), smooth: USUAL, entries: [], charts: new Map(), waiting: new Set() });
+    this.smoothInput = el("input", { type: "range", min: 0, max: 10, step: 0.5, value: this.smooth, on: { input: () => this.setSmooth() } });
+    this.smoothValue = el("output", { class: "figure" });
     this.logInput = el("input", { type: "checkbox", on: { change: () => this.setLog() } });
     this.legend = el("ul", { class: "legend", "aria-label": "Runs in the charts" });
     this.grid = el("div", { class: "charts" });
     this.settings = el("section", { class: "panel below" });
     this.note = el("p", { class: "dim" });
-    const tools = [el("label", {}, "Smoothing ", this.smoothInput), el("label", {}, this.logInput, " Log scale"), button("Whole runs", () => this.range.all())];
+    const tools = [el("label", {}, "Smoothing ", this.smoothInput, this.smoothValue), el("label", {}, this.logInput, " Log scale"), button("Whole runs", () => this.range.all())];
     fill(root, el("h1", {}, "Compare"), this.note, this.legend, el("div", { class: "toolbar" }, tools), this.grid, this.settings);
     shortcut("l", "Log scale on and off", () => this.logInput.click());
   }
@@ -100,14 +101,20 @@ export class CompareView {
     this.range.whole = entries.length ? [first, Math.max(last, first + 1)] : [0, 1];
     for (const panel of OVERLAID) {
       const chart = this.charts.get(panel.name);
-      if (entries.length) chart.set(aligned(entries.map((entry) => this.line(entry, panel.name))));
+      if (!entries.length) continue;
+      const lines = entries.map((entry) => this.line(entry, panel.name));
+      const drawn = lines.map(({ steps, values, smooth = values }) => ({ steps, values: smooth }));
+      chart.set(aligned(lines), { drawn: aligned(drawn), latest: entries.map(({ curves }) => (panel.name === "eval" ? curves.evals.at(-1)?.loss : curves.latest(panel.name))) });
     }
+    setText(this.smoothValue, this.smooth ? `over ${this.smooth}% of each run` : "none");
   }
 
+  // `smooth`: what is drawn instead of the values.
   line({ curves }, name) {
     if (name === "eval") return evalLine(curves.evals);
-    const { steps, values } = curves.part(this.range.shown);
-    return { steps, values: name === "loss" ? smoothed(steps, values.loss, this.smooth) : values[name] };
+    const part = curves.part(this.range.shown);
+    const line = { steps: part.steps, values: part.values[name] };
+    return name === "loss" ? { ...line, smooth: smoothLoss(part, spanOf(curves.last, this.smooth)) } : line;
   }
 
   drawLegend() {

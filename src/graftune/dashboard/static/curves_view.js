@@ -1,19 +1,19 @@
 // The curves of one run, growing while it trains, with its memory and its warnings below.
 
 import { Chart, Range, aligned, plotter } from "./chart.js";
-import { button, el, fill, setText } from "./dom.js";
+import { button, el, fill } from "./dom.js";
 import { count } from "./format.js";
 import { shortcut } from "./keys.js";
 import { memoryTable } from "./memory.js";
-import { NAMES, PANELS, clipMark, evalLine, linesOf } from "./panels.js";
+import { NAMES, PANELS, clipMark, evalLine, isShown, linesOf } from "./panels.js";
 import { Curves } from "./series.js";
-import { smoothed } from "./smooth.js";
+import { USUAL, smoothLoss, spanOf } from "./smooth.js";
 
-const SMOOTH = [0, 0.6, 0.9, 0.97, 0.99];
+const SMOOTH = [0, 1, 2, 5, 10]; // percent of the run
 
 export class CurvesView {
   constructor(root, run) {
-    Object.assign(this, { root, run, range: new Range(), curves: new Curves(run.id, NAMES), charts: new Map(), smooth: kept("smooth", 0.9), log: kept("log", 0) });
+    Object.assign(this, { root, run, range: new Range(), curves: new Curves(run.id, NAMES), charts: new Map(), smooth: kept("smooth-percent", USUAL), span: 0, log: kept("log", 0) });
     this.curves.evals = [...(run.evals ?? [])].sort((a, b) => a.step - b.step);
     this.grid = el("div", { class: "charts" });
     this.memory = el("section", { class: "panel" });
@@ -26,7 +26,7 @@ export class CurvesView {
   }
 
   toolbar() {
-    this.smoothInput = el("input", { type: "range", min: 0, max: 0.99, step: 0.01, "aria-label": "Smoothing of the training loss", on: { input: () => this.setSmooth(Number(this.smoothInput.value)) } });
+    this.smoothInput = el("input", { type: "range", min: 0, max: 10, step: 0.5, "aria-label": "Smoothing of the training loss, in percent of the run", on: { input: () => this.setSmooth(Number(this.smoothInput.value)) } });
     this.smoothValue = el("output", { class: "figure" });
     this.logInput = el("input", { type: "checkbox", on: { change: () => this.setLog(this.logInput.checked) } });
     this.logInput.checked = Boolean(this.log);
@@ -42,17 +42,16 @@ export class CurvesView {
 
   makeChart(panel) {
     const mark = panel.name === "grad_norm" ? clipMark(this.run.settings) : null;
-    const chart = new Chart({ ...panel, lines: linesOf(panel, this.smooth > 0), range: this.range, mark });
+    const chart = new Chart({ ...panel, lines: linesOf(panel, false), range: this.range, mark, marks: this.run.marks ?? [] });
     chart.element.classList.toggle("wide", Boolean(panel.wide));
     chart.element.dataset.name = panel.name;
     chart.log = Boolean(panel.canLog && this.log);
-    chart.element.hidden = Boolean(panel.optional);
+    chart.element.hidden = Boolean(panel.shownIf);
     this.charts.set(panel.name, chart);
     this.grid.append(chart.element);
   }
 
   async start() {
-    this.setSmooth(this.smooth);
     await Promise.all([this.curves.load(), plotter()]);
     this.draw();
     this.drawBelow();
@@ -104,28 +103,36 @@ export class CurvesView {
     if (this.part === part && this.drawnSteps === part.steps.length && this.drawnEvals === this.curves.evals && !this.dirty) return; // panning moves the same data
     Object.assign(this, { part, drawnSteps: part.steps.length, drawnEvals: this.curves.evals, dirty: false });
     this.range.whole = [this.curves.first, Math.max(this.curves.last, this.curves.first + 1)];
+    this.fitSmooth();
     for (const panel of PANELS) {
       const chart = this.charts.get(panel.name);
       const line = { steps: part.steps, values: part.values[panel.name] };
-      if (panel.optional) chart.element.hidden = !line.values.some((value) => value !== null);
+      chart.element.hidden = !isShown(panel, this.curves.overview.values[panel.name]);
       if (chart.element.hidden) continue;
-      if (panel.name === "skipped") setText(chart.note, line.values.some((value) => value > 0) ? "" : "none");
-      chart.set(aligned(panel.name === "loss" ? this.lossLines(line) : [line]));
+      const latest = [this.curves.latest(panel.name)];
+      if (panel.name === "loss") chart.set(aligned(this.lossLines(line, part)), { latest: [...latest, ...(this.span ? [null] : []), this.curves.evals.at(-1)?.loss] });
+      else chart.set(aligned([line]), { latest });
     }
   }
 
-  lossLines(line) {
-    const soft = this.smooth > 0 ? [{ steps: line.steps, values: smoothed(line.steps, line.values, this.smooth) }] : [];
-    return [line, ...soft, evalLine(this.curves.evals)];
+  lossLines(line, part) {
+    const smooth = this.span ? [{ steps: line.steps, values: smoothLoss(part, this.span) }] : [];
+    return [line, ...smooth, evalLine(this.curves.evals)];
+  }
+
+  // The span grows with the run.
+  fitSmooth() {
+    const span = spanOf(this.curves.last, this.smooth);
+    if (span > 0 !== this.span > 0) this.charts.get("loss").setLines(linesOf(PANELS[0], span > 0));
+    this.span = span;
+    this.smoothInput.value = this.smooth;
+    this.smoothInput.disabled = !spanOf(this.curves.last, 100);
+    this.smoothValue.textContent = span ? `over ${count(span)} steps` : this.smoothInput.disabled ? "none below 50 steps" : "none";
   }
 
   setSmooth(value) {
-    const turned = this.smooth > 0 !== value > 0;
     this.smooth = value;
-    keep("smooth", value);
-    this.smoothInput.value = value;
-    this.smoothValue.textContent = value ? value.toFixed(2) : "none";
-    if (turned) this.charts.get("loss").setLines(linesOf(PANELS[0], value > 0));
+    keep("smooth-percent", value);
     this.dirty = true;
     if (this.part) this.draw();
   }
@@ -138,6 +145,7 @@ export class CurvesView {
   }
 
   drawBelow() {
+    for (const chart of this.charts.values()) chart.setMarks(this.run.marks ?? []);
     fill(this.memory, el("h2", {}, "Memory"), memoryTable(this.run.plan, this.run.memory, this.run.end));
     const warnings = this.run.warnings ?? [];
     const shown = warnings.slice(-50).reverse();

@@ -82,10 +82,11 @@ export class DataView {
   }
 }
 
-function example({ index, tokens, trained, truncated, weights }) {
+// Rows are numbered as `graftune data` numbers them; a folder of an earlier version has no such numbers.
+function example({ index, row, tokens, trained, truncated, weights }) {
   const supervised = trained.reduce((sum, each) => sum + (each ? 1 : 0), 0);
   const facts = `${count(supervised)} of ${count(tokens.length)} tokens trained (${percent(tokens.length ? supervised / tokens.length : 0)})`;
-  const head = el("h2", {}, `Example ${count(index)}`, el("span", { class: "dim" }, ` ${facts}`), truncated ? el("span", { class: "tag" }, "truncated") : null);
+  const head = el("h2", {}, row ? `Row ${count(row)}` : `Example ${count(index + 1)}`, el("span", { class: "dim" }, ` ${facts}`), truncated ? el("span", { class: "tag" }, "truncated") : null);
   return el("article", { class: "example", data: { index } }, head, el("p", { class: "tokens" }, pieces(tokens, trained, weights)));
 }
 

@@ -62,6 +62,11 @@ export function copyButton(label, text) {
   return made;
 }
 
+// A command to run, as text and to copy.
+export function command(text) {
+  return el("span", { class: "command" }, el("code", {}, text), copyButton("Copy", () => text));
+}
+
 async function copied(text) {
   if (navigator.clipboard) {
     try {

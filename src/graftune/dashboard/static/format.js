@@ -8,7 +8,25 @@ export function loss(value) {
   if (!isNumber(value)) return NONE;
   const size = Math.abs(value);
   if (size >= 1e6 || (size < 1e-4 && size > 0)) return value.toExponential(2);
-  return size >= 100 ? value.toFixed(1) : value.toFixed(4);
+  if (size >= 100) return value.toFixed(1);
+  return size >= 1e-3 || !size ? value.toFixed(4) : value.toPrecision(2);
+}
+
+// The labels of an axis, all written alike: with the same decimals, or with an exponent.
+export function axisTicks(ticks, log = false) {
+  const sizes = ticks.filter((tick) => tick).map(Math.abs);
+  const most = Math.max(...sizes);
+  const powers = sizes.length > 0 && (most >= 1e6 || (log ? Math.min(...sizes) : most) < 1e-3);
+  const power = powers ? Math.floor(Math.log10(most) + 1e-9) : 0;
+  const scaled = (tick) => Number((tick / 10 ** power).toPrecision(6));
+  const decimals = Math.max(0, ...sizes.map((size) => (String(scaled(size)).split(".")[1] ?? "").length));
+  return ticks.map((tick) => {
+    if (!isNumber(tick)) return "";
+    if (!tick) return "0";
+    const round = Number(tick.toPrecision(4));
+    if (log) return powers ? round.toExponential().replace("e+", "e") : String(round);
+    return scaled(tick).toFixed(decimals) + (powers ? `e${power}` : "");
+  });
 }
 
 export function short(value) {
@@ -68,6 +86,11 @@ export function date(time) {
   const at = new Date(time * 1000);
   const two = (number) => String(number).padStart(2, "0");
   return `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())} ${two(at.getHours())}:${two(at.getMinutes())}`;
+}
+
+// A word of a command line that a shell reads as one.
+export function shellWord(text) {
+  return /^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", `'"'"'`)}'`;
 }
 
 export function setting(value) {

@@ -1,25 +1,26 @@
 // All runs: state, figures and the settings in which they differ, sorted, filtered, and chosen for a comparison.
 
 import { get, listen } from "./api.js";
-import { button, el, fill, setText } from "./dom.js";
-import { ago, count, date, loss, setting } from "./format.js";
+import { button, command, el, fill, setText } from "./dom.js";
+import { ago, count, date, loss, setting, shellWord } from "./format.js";
 import { shortcut } from "./keys.js";
 import { stateMark } from "./state.js";
 
 const [FIRST_ROWS, MORE_ROWS] = [50, 100]; // drawn at once, and when the end of the table comes into sight
-const MOST_SETTINGS = 8;
+const [LEAST_SETTINGS, MOST_SETTINGS] = [2, 8]; // columns of settings, as many as the width has room for
+const FIRST_SETTINGS = ["lr", "rank", "method", "tokens_per_step", "epochs", "max_seq_len", "schedule"]; // of those that differ; then by name
 const BY_NAME = new Intl.Collator("en", { numeric: true });
 
 const FIGURES = [
   { key: "state", title: "State", value: (run) => run.state, show: (run) => stateMark(run.state) },
   { key: "name", title: "Run", value: (run) => run.name, show: (run) => link(run), head: true },
+  { key: "base", title: "Base", value: (run) => run.base, show: (run) => el("span", { class: "clip", title: run.base ?? "" }, lastPart(run.base)) },
+  { key: "data", title: "Data", value: (run) => run.data, show: (run) => el("span", { class: "clip", title: run.data ?? "" }, lastPart(run.data)) },
   { key: "steps", title: "Steps", number: true, value: (run) => run.steps, show: (run) => progress(run) },
   { key: "last_loss", title: "Loss", number: true, value: (run) => run.last_loss, show: (run) => loss(run.last_loss) },
   { key: "best_eval", title: "Best validation", number: true, value: (run) => run.best_eval, show: (run) => best(run) },
   { key: "tok_s", title: "Tokens/s", number: true, value: (run) => run.tok_s, show: (run) => count(run.tok_s) },
   { key: "updated", title: "Updated", number: true, value: (run) => run.updated, show: (run) => el("span", { title: date(run.updated) }, ago(run.updated)) },
-  { key: "base", title: "Base", value: (run) => run.base, show: (run) => el("span", { class: "clip", title: run.base ?? "" }, lastPart(run.base)) },
-  { key: "data", title: "Data", value: (run) => run.data, show: (run) => el("span", { class: "clip", title: run.data ?? "" }, lastPart(run.data)) },
 ];
 
 const lastPart = (path) => setting(path).split("/").filter(Boolean).slice(-1)[0] ?? setting(path);
@@ -33,9 +34,11 @@ function progress(run) {
   return [el("span", {}, `${count(run.steps)} / ${count(run.max_steps)}`), el("i", { class: "progress", "aria-hidden": "true", style: { "--share": `${100 * share}%` } })];
 }
 
+const kindOf = (column) => [column.number && "number", column.setting && "setting"].filter(Boolean).join(" ") || null;
+
 export class ListView {
   constructor(root, app) {
-    Object.assign(this, { root, app, runs: new Map(), differing: [], sort: { key: "updated", down: true }, text: "", state: "", rows: FIRST_ROWS });
+    Object.assign(this, { root, app, runs: new Map(), differing: [], sort: { key: "updated", down: true }, text: "", state: "", rows: FIRST_ROWS, fit: MOST_SETTINGS });
     this.filter = el("input", { type: "search", id: "filter", placeholder: "Filter by text", "aria-label": "Filter the runs by text", on: { input: () => this.refilter() } });
     this.states = el("select", { "aria-label": "Filter by state", on: { change: () => this.refilter() } }, el("option", { value: "" }, "Every state"));
     this.summary = el("p", { class: "summary", role: "status" });
@@ -44,10 +47,13 @@ export class ListView {
     this.turnSort = button("", () => this.sortBy(this.sort.key), { class: "phone-only" });
     this.table = el("table", { class: "runs" });
     this.place = el("div", { class: "scroll" }, this.table);
+    this.empty = el("p", {});
+    this.resize = new ResizeObserver(() => this.columns && this.fitted !== this.fittedNow && this.scheduleDraw());
+    this.resize.observe(this.place);
     this.more = button("", () => this.showMore(), { hidden: true });
     this.sight = new IntersectionObserver((found) => found.some((each) => each.isIntersecting) && this.showMore(), { rootMargin: "400px" });
     this.sight.observe(this.more);
-    fill(root, el("h1", { class: "unseen" }, "Runs"), el("div", { class: "toolbar" }, this.filter, this.states, this.sortSelect, this.turnSort, this.compare, this.summary), this.place, this.more);
+    fill(root, el("h1", { class: "unseen" }, "Runs"), el("div", { class: "toolbar" }, this.filter, this.states, this.sortSelect, this.turnSort, this.compare, this.summary), this.empty, this.place, this.more);
     shortcut("/", "Filter the runs", () => this.filter.focus());
     shortcut("j", "Next run", () => this.move(1));
     shortcut("k", "Previous run", () => this.move(-1));
@@ -72,6 +78,7 @@ export class ListView {
     const found = await get("/api/runs");
     if (this.closed) return;
     this.app.setRoot(found.root);
+    this.folder = found.root;
     this.runs = new Map(found.runs.map((run) => [run.id, run]));
     this.app.runs = this.runs;
     for (const id of [...this.app.chosen]) if (!this.runs.has(id)) this.app.chosen.delete(id);
@@ -114,7 +121,7 @@ export class ListView {
     const names = new Set();
     for (const run of this.runs.values()) for (const name of run.differing ?? []) names.add(name);
     for (const shown of ["base", "data", "out", "max_steps"]) names.delete(shown); // these have their columns
-    return [...names];
+    return [...FIRST_SETTINGS.filter((name) => names.delete(name)), ...names];
   }
 
   makeColumns() {
@@ -126,7 +133,8 @@ export class ListView {
       value: (run) => run.settings?.[name],
       show: (run) => setting(run.settings?.[name]),
     }));
-    return [...FIGURES.slice(0, 6), ...settings, ...FIGURES.slice(6)];
+    const figures = FIGURES.filter((column) => column.key !== "tok_s" || [...this.runs.values()].some((run) => run.tok_s));
+    return [...figures.slice(0, 7), ...settings, ...figures.slice(7)];
   }
 
   shown() {
@@ -156,14 +164,38 @@ export class ListView {
     const focused = document.activeElement.closest?.("tr[data-id]")?.dataset.id;
     const onBox = document.activeElement.matches?.("input[type=checkbox]");
     const onHead = this.table.tHead?.contains(document.activeElement) ? document.activeElement.closest("th").dataset.key : null;
-    const body = el("tbody", {}, runs.slice(0, this.rows).map((run) => this.row(run)));
-    fill(this.table, el("caption", { class: "unseen" }, "Runs in the watched folder"), this.head(), body);
+    if (this.fitted !== this.fittedNow) Object.assign(this, { fitted: this.fittedNow, fit: MOST_SETTINGS });
+    this.fill(runs);
+    if (this.leaveOut()) this.fill(runs);
+    const [body] = this.table.tBodies;
     this.rest = runs.slice(this.rows);
     this.drawMore();
     if (focused) [...body.children].find((row) => row.dataset.id === focused)?.querySelector(onBox ? "input" : "a").focus();
     if (onHead) [...this.table.tHead.rows[0].cells].find((cell) => cell.dataset.key === onHead)?.querySelector("button").focus();
     this.drawSummary(runs.length);
     this.drawChosen();
+  }
+
+  // What the number of settings depends on.
+  get fittedNow() {
+    return `${this.place.clientWidth} ${this.differing}`;
+  }
+
+  fill(runs) {
+    let left = this.fit;
+    this.drawn = this.columns.filter((column) => !column.setting || left-- > 0);
+    const body = el("tbody", {}, runs.slice(0, this.rows).map((run) => this.row(run)));
+    fill(this.table, el("caption", { class: "unseen" }, "Runs in the watched folder"), this.head(), body);
+  }
+
+  // Leaves out the last settings where the table is wider than the page. True if there are fewer now.
+  leaveOut() {
+    const heads = [...this.table.tHead.querySelectorAll("th.setting")];
+    const before = heads.length;
+    let excess = this.table.offsetWidth - this.place.clientWidth;
+    while (excess > 0 && heads.length > LEAST_SETTINGS) excess -= heads.pop().offsetWidth;
+    if (heads.length < before) this.fit = heads.length;
+    return heads.length < before;
   }
 
   showMore() {
@@ -180,10 +212,13 @@ export class ListView {
 
   drawSummary(shown) {
     const all = this.runs.size;
-    const hidden = this.differing.length - MOST_SETTINGS;
+    const hidden = this.differing.length - this.fit;
     const more = hidden > 0 ? `; ${hidden} more settings differ (a run's Command shows all)` : "";
-    if (!all) setText(this.summary, "There are no runs in this folder yet. `graftune train` makes one; it will appear here.");
-    else setText(this.summary, (shown === all ? `${count(all)} runs` : `${count(shown)} of ${count(all)} runs`) + more);
+    this.empty.hidden = all > 0;
+    if (!all) {
+      setText(this.summary, "There are no runs in this folder yet.");
+      fill(this.empty, "A run appears here when it starts. With the bundled sample: ", command(`graftune train --out ${shellWord(`${this.folder}/first`)}`));
+    } else setText(this.summary, (shown === all ? `${count(all)} runs` : `${count(shown)} of ${count(all)} runs`) + more);
   }
 
   drawStates() {
@@ -196,11 +231,11 @@ export class ListView {
   }
 
   head() {
-    const heads = this.columns.map((column) => {
+    const heads = this.drawn.map((column) => {
       const sorted = this.sort.key === column.key;
       const direction = sorted ? (this.sort.down ? "descending" : "ascending") : null;
       const label = [column.title, el("span", { class: "arrow", "aria-hidden": "true" }, sorted ? (this.sort.down ? "\u2193" : "\u2191") : "")];
-      return el("th", { scope: "col", "aria-sort": direction, class: column.number ? "number" : null, data: { key: column.key } }, button(label, () => this.sortBy(column.key), { class: column.setting ? "sorter code" : "sorter" }));
+      return el("th", { scope: "col", "aria-sort": direction, class: kindOf(column), data: { key: column.key } }, button(label, () => this.sortBy(column.key), { class: column.setting ? "sorter code" : "sorter" }));
     });
     return el("thead", {}, el("tr", {}, el("th", { scope: "col" }, el("span", { class: "unseen" }, "Chosen")), heads));
   }
@@ -208,10 +243,7 @@ export class ListView {
   row(run) {
     const box = el("input", { type: "checkbox", "aria-label": `Choose ${run.name} for the comparison`, on: { change: () => this.choose(run.id, box.checked) } });
     box.checked = this.app.chosen.has(run.id);
-    const cells = this.columns.map((column) => {
-      const kind = [column.number ? "number" : "", column.setting ? "setting" : ""].join(" ").trim();
-      return el(column.head ? "th" : "td", { scope: column.head ? "row" : null, class: kind || null, data: { title: column.title, key: column.key } }, column.show(run));
-    });
+    const cells = this.drawn.map((column) => el(column.head ? "th" : "td", { scope: column.head ? "row" : null, class: kindOf(column), data: { title: column.title, key: column.key } }, column.show(run)));
     return el("tr", { data: { id: run.id } }, el("td", { class: "choose" }, box), cells);
   }
 
@@ -240,6 +272,7 @@ export class ListView {
   close() {
     this.closed = true;
     this.sight.disconnect();
+    this.resize.disconnect();
     clearInterval(this.clock);
     clearTimeout(this.timer);
     this.stop?.();

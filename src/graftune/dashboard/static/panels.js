@@ -2,15 +2,15 @@
 
 import { count, loss, percent, short } from "./format.js";
 
-const tick = (format) => (value, onAxis) => (onAxis ? short(value) : format(value));
+const known = (value) => value !== null;
 
 export const PANELS = [
-  { name: "loss", title: "Loss", format: tick(loss), height: 280, wide: true, smooth: true, canLog: true },
-  { name: "grad_norm", title: "Gradient norm", format: tick(short), canLog: true },
+  { name: "loss", title: "Loss", format: loss, height: 280, wide: true, canLog: true },
+  { name: "grad_norm", title: "Gradient norm", format: short, canLog: true },
   { name: "lr", title: "Learning rate", format: short },
-  { name: "tok_s", title: "Tokens per second", format: count },
-  { name: "floor_share", title: "Share of the floor", format: percent, optional: true },
-  { name: "skipped", title: "Skipped updates", format: short },
+  { name: "tok_s", title: "Tokens per second", format: count, axis: (ticks) => ticks.map(count) },
+  { name: "floor_share", title: "Share of the floor", format: percent, axis: (ticks) => ticks.map(percent), shownIf: known },
+  { name: "skipped", title: "Skipped updates", format: short, shownIf: (value) => value > 0 },
 ];
 
 export const NAMES = PANELS.map((panel) => panel.name);
@@ -18,9 +18,12 @@ export const NAMES = PANELS.map((panel) => panel.name);
 // The lines of a panel for one run, and their data out of `part` {steps, values} and the evaluations.
 export function linesOf(panel, smooth) {
   if (panel.name !== "loss") return [{ label: panel.title.toLowerCase(), colour: "--line-1", points: false }];
-  const training = smooth ? [{ label: "training", colour: "--line-1", width: 1, faint: true }, { label: "smoothed", colour: "--line-1", width: 1.75 }] : [{ label: "training", colour: "--line-1" }];
+  const training = smooth ? [{ label: "training", colour: "--raw" }, { label: "smoothed", colour: "--line-1", width: 1.75, smooth: true }] : [{ label: "training", colour: "--line-1" }];
   return [...training, { label: "validation", colour: "--line-2", width: 1.75, points: true }];
 }
+
+// Whether a chart is drawn: those of rare figures only where there are some.
+export const isShown = (panel, values) => !panel.shownIf || values.some(panel.shownIf);
 
 // From the evaluation before step 1, at step 0, to the last one.
 export function evalLine(evals) {

@@ -1,13 +1,13 @@
 // Where a step's time goes: an icicle (each bar as wide as its share, its parts below it) with the tables beside it.
 
 import { get, runPath } from "./api.js";
-import { button, el, fill, table } from "./dom.js";
-import { milliseconds, percent } from "./format.js";
+import { button, command, el, fill, table } from "./dom.js";
+import { milliseconds, percent, shellWord } from "./format.js";
 
 const DEEPEST = 6;
 const NARROWEST = 0.0015; // of what is shown; narrower bars are in the table only
+const SHOWN_ROWS = 15; // of a table; the others unfold
 const FAR = 0.05; // by which a profiled step may differ from a plain one
-const NAMED = 0.02; // narrower bars have no room for a name; it is in their title
 
 export class ProfileView {
   constructor(root, run) {
@@ -19,7 +19,7 @@ export class ProfileView {
       this.profile = await get(`${runPath(this.run.id)}/profile`);
     } catch (error) {
       if (error.status !== 404) throw error;
-      fill(this.root, el("p", { class: "dim" }, "This run was not profiled. `graftune profile RUN` does it, and so does a run with `--profile-every`."));
+      fill(this.root, el("p", { class: "dim" }, "This run was not profiled while it trained (", el("code", {}, "--profile-every"), "). Profile it now:"), el("p", {}, command(`graftune profile ${shellWord(this.run.folder)}`)));
       return;
     }
     this.icicle = el("div", { class: "icicle" });
@@ -76,7 +76,7 @@ export class ProfileView {
     const label = `${node.name} ${milliseconds(node.ms)} ms, ${percent(share)}`;
     const own = inherited ?? tone(node.name);
     const below = path[path.length - 1] === node ? path : [...path, node];
-    const text = share < NAMED ? [] : [el("b", {}, node.name), el("span", {}, ` ${milliseconds(node.ms)}`)];
+    const text = [el("i", {}), el("b", {}, node.name), el("span", {}, milliseconds(node.ms))];
     const bar = button(text, () => this.show(below), { title: label, "aria-label": label, class: "slice", data: { tone: own ?? "part" } });
     const rest = Math.max(0, node.ms - covered);
     const children = depth < DEEPEST && parts.length ? el("ul", {}, parts.map((child) => this.node(child, below, whole, own, depth + 1)), rest ? el("li", { class: "rest", "aria-hidden": "true", style: { "flex-grow": rest } }) : null) : null;
@@ -87,14 +87,18 @@ export class ProfileView {
     const { phases = [], operations = [], hotspots = [], layers = [], apart = [], beside = [] } = this.profile;
     const text = (title) => ({ title });
     const number = (title) => ({ title, number: true });
-    const section = (title, made) => el("section", { class: "panel" }, el("h2", {}, title), el("div", { class: "scroll" }, made));
-    return el("div", { class: "columns" }, [
-      phases.length ? section("Phases", table("Phases", [text("Phase"), ...["ms", "p50", "p95", "p99", "Share"].map(number)], phases.map((each) => [each.name, milliseconds(each.ms), milliseconds(each.p50), milliseconds(each.p95), milliseconds(each.p99), percent(each.share)]))) : null,
-      operations.length ? section("Operations", table("Operations", [text("Operation"), text("Phase"), ...["ms", "Calls", "Share"].map(number)], operations.map((each) => [each.name, each.phase, milliseconds(each.ms), each.calls, percent(each.share)]))) : null,
-      hotspots.length ? section("Hotspots", table("Hotspots", [text("Where"), number("ms"), number("Times the mean")], hotspots.map((each) => [each.name, milliseconds(each.ms), each.times_the_mean?.toFixed(2)]))) : null,
-      apart.length ? section("On other streams, at the same time", table("Time on other streams", [text("Operation"), text("Phase"), number("ms")], apart.map((each) => [each.name, each.phase, milliseconds(each.ms)]))) : null,
-      beside.length ? section("Between steps", table("Time between steps", [text("What"), number("ms")], beside.map((each) => [each.name, milliseconds(each.ms)]))) : null,
-      layers.length ? section("Layers", table("Layers", [text("Layer"), number("Forward ms"), number("Backward ms")], layers.map((each) => [each.layer, milliseconds(each.forward_ms), milliseconds(each.backward_ms)]))) : null,
+    const section = (title, columns, rows) => {
+      const rest = rows.slice(SHOWN_ROWS);
+      const more = rest.length ? el("details", { class: "chart-table" }, el("summary", {}, `${rest.length} more`), table(`More ${title.toLowerCase()}`, columns, rest)) : null;
+      return rows.length ? el("section", { class: "panel" }, el("h2", {}, title), el("div", { class: "scroll" }, table(title, columns, rows.slice(0, SHOWN_ROWS)), more)) : null;
+    };
+    return el("div", { class: "tables" }, [
+      section("Phases", [text("Phase"), ...["ms", "p50", "p95", "p99", "Share"].map(number)], phases.map((each) => [each.name, milliseconds(each.ms), milliseconds(each.p50), milliseconds(each.p95), milliseconds(each.p99), percent(each.share)])),
+      section("Operations", [text("Operation"), text("Phase"), ...["ms", "Calls", "Share"].map(number)], operations.map((each) => [each.name, each.phase, milliseconds(each.ms), each.calls, percent(each.share)])),
+      section("Hotspots", [text("Where"), number("ms"), number("Times the mean")], hotspots.map((each) => [each.name, milliseconds(each.ms), each.times_the_mean?.toFixed(2)])),
+      section("On other streams, at the same time", [text("Operation"), text("Phase"), number("ms")], apart.map((each) => [each.name, each.phase, milliseconds(each.ms)])),
+      section("Between steps", [text("What"), number("ms")], beside.map((each) => [each.name, milliseconds(each.ms)])),
+      section("Layers", [text("Layer"), number("Forward ms"), number("Backward ms")], layers.map((each) => [each.layer, milliseconds(each.forward_ms), milliseconds(each.backward_ms)])),
     ]);
   }
 }

@@ -2,14 +2,15 @@
 // imports; there is no server behind it, and all data is in the file.
 
 import { Chart, Range, aligned } from "./chart.js";
+import { withCode } from "./code_text.js";
 import { copyButton, el, fill } from "./dom.js";
 import { count, date, duration, loss } from "./format.js";
 import { memoryTable } from "./memory.js";
-import { PANELS, clipMark, evalLine, linesOf } from "./panels.js";
-import { smoothed } from "./smooth.js";
+import { PANELS, clipMark, evalLine, isShown, linesOf } from "./panels.js";
+import { USUAL, smoothLoss, spanOf } from "./smooth.js";
 
 const run = JSON.parse(document.getElementById("run").textContent);
-const SMOOTH_BY = 0.9;
+const span = spanOf(run.done, USUAL);
 
 function headOf() {
   const after = run.evals.filter((each) => each.loss !== null && each.step > 0);
@@ -23,19 +24,19 @@ function headOf() {
     ["Time", duration(run.worked_s ?? run.ended - run.started), `began ${date(run.started)}`],
   ];
   const shown = figures.map(([name, value, more]) => el("div", {}, el("dt", {}, name), el("dd", {}, value, more ? el("small", {}, more) : null)));
-  return [el("h1", {}, run.name), el("p", { class: "dim facts" }, run.device), el("dl", { class: "figures" }, shown)];
+  return [el("h1", {}, run.name), el("p", { class: "dim facts" }, [run.base, run.data, run.device].filter(Boolean).join(" \u00b7 ")), el("dl", { class: "figures" }, shown)];
 }
 
 function chartOf(panel, range) {
   const values = run.curves.values[panel.name];
-  if (!values || (panel.optional && !values.some((value) => value !== null))) return null;
+  if (!values || !isShown(panel, values)) return null;
   const mark = panel.name === "grad_norm" ? clipMark({ clip: run.clip }) : null;
-  const chart = new Chart({ ...panel, lines: linesOf(panel, true), range, mark });
+  const chart = new Chart({ ...panel, lines: linesOf(panel, span > 0), range, mark, marks: run.marks });
   chart.element.classList.toggle("wide", Boolean(panel.wide));
   chart.element.dataset.name = panel.name;
   const line = { steps: run.curves.steps, values };
-  const soft = { steps: line.steps, values: smoothed(line.steps, values, SMOOTH_BY) };
-  return [chart, panel, panel.name === "loss" ? [line, soft, evalLine(run.evals)] : [line]];
+  const smooth = span ? [{ steps: line.steps, values: smoothLoss(run.curves, span) }] : [];
+  return [chart, panel, panel.name === "loss" ? [line, ...smooth, evalLine(run.evals)] : [line]];
 }
 
 function section(title, ...content) {
@@ -43,8 +44,8 @@ function section(title, ...content) {
 }
 
 function samplesOf() {
-  const side = (who, text) => el("div", { class: `answer ${who}` }, el("h3", {}, who), el("p", { class: "text" }, text));
-  const one = (sample) => el("article", { class: "sample" }, el("p", { class: "prompt text" }, sample.prompt), el("div", { class: "sides" }, side("base", sample.base), side("tuned", sample.tuned)));
+  const side = (who, text) => el("div", { class: `answer ${who}` }, el("h3", {}, who), el("div", { class: "text" }, withCode(text)));
+  const one = (sample) => el("article", { class: "sample" }, el("div", { class: "prompt text" }, withCode(sample.prompt)), el("div", { class: "sides" }, side("base", sample.base), side("tuned", sample.tuned), sample.reference ? side("reference", sample.reference) : null));
   return run.samples.length ? section("Sample answers", el("div", { class: "samples" }, run.samples.map(one))) : null;
 }
 
@@ -63,7 +64,7 @@ function show() {
     el("div", { class: "charts" }, charts.map(([chart]) => chart.element)),
     el("div", { class: "columns" }, section("Memory", memoryTable(run.plan, run.memory, run.end)), warnings),
     el("div", { class: "columns one" }, samplesOf()),
-    el("div", { class: "columns one" }, run.command ? section("Command", copyButton("Copy", () => run.command), el("pre", { tabindex: "0" }, run.command)) : null, section("Configuration", el("pre", { tabindex: "0" }, run.config))),
+    el("div", { class: "columns one" }, run.command ? section("Command", copyButton("Copy", () => run.command), el("pre", { tabindex: "0" }, run.command)) : null, section("Configuration", el("pre", {}, run.config))),
   );
   for (const [chart, , lines] of charts) chart.set(aligned(lines)); // after they are in the page, where they have a width
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => dispatchEvent(new Event("theme")));

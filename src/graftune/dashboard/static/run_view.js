@@ -5,7 +5,7 @@ import { ChatView } from "./chat_view.js";
 import { CommandView } from "./command_view.js";
 import { CurvesView } from "./curves_view.js";
 import { DataView } from "./data_view.js";
-import { el, fill, setText } from "./dom.js";
+import { command, el, fill, setText } from "./dom.js";
 import { count, date, duration, loss, percent, setting } from "./format.js";
 import { shortcut } from "./keys.js";
 import { ProfileView } from "./profile_view.js";
@@ -40,7 +40,7 @@ export class RunView {
   }
 
   async start() {
-    this.run = await get(runPath(this.id));
+    this.run = await this.load();
     if (this.closed) return;
     document.title = `${this.run.name} \u00b7 graftune`;
     setText(this.name, this.run.name);
@@ -57,6 +57,13 @@ export class RunView {
     this.clock = setInterval(() => this.draw(), 1000);
   }
 
+  // Times are of the server's clock, which may differ from the browser's.
+  async load() {
+    const run = await get(runPath(this.id));
+    this.ahead = Date.now() / 1000 - (run.now ?? Date.now() / 1000);
+    return run;
+  }
+
   take(message, type) {
     if (type === "gone") return this.setState({ state: "gone", sentence: "The folder of this run is not there any more." });
     if (type === "reset") return dispatchEvent(new Event("hashchange")); // another run took its place: begin anew
@@ -66,10 +73,10 @@ export class RunView {
     if (type === "state" || event.event === "state") return this.setState(event);
     if (message.offset <= (event.event === "step" ? this.view.offset ?? 0 : this.known)) return;
     this.age(event);
-    if (event.event === "step") Object.assign(this.run, { steps: event.step, last_loss: event.loss, tok_s: event.tok_s, floor_share: event.floor_share });
+    if (event.event === "step") Object.assign(this.run, { steps: event.step, last_stepped: event.time, last_loss: event.loss, tok_s: event.tok_s, floor_share: event.floor_share });
     if (event.event === "eval" && event.step > 0 && (this.run.best_eval === null || event.loss < this.run.best_eval)) Object.assign(this.run, { best_eval: event.loss, best_eval_step: event.step });
     this.view.take?.(event);
-    if (["sample", "phase", "run_end"].includes(event.event)) this.refresh();
+    if (["sample", "phase", "resume", "extend", "run_end"].includes(event.event)) this.refresh();
     else if (this.part[0] === "chat") this.refreshSoon(); // a checkpoint has no event
     this.drawSoon();
   }
@@ -91,9 +98,9 @@ export class RunView {
     this.draw();
   }
 
-  // Not in the stream: checkpoints, samples with their prompts, the end.
+  // Not in the stream: checkpoints, samples with their prompts, marks of resumes, the end.
   async refresh() {
-    const run = await get(runPath(this.id));
+    const run = await this.load();
     if (this.closed) return;
     Object.assign(this.run, run);
     if (this.part[0] === "samples") this.view.update(run.samples ?? []);
@@ -120,14 +127,13 @@ export class RunView {
   draw() {
     const { run } = this;
     const key = `${run.state} ${run.sentence}`;
-    if (this.drawnState !== key) fill(this.state, stateMark(run.state), el("span", {}, sentenceOf(run)));
+    if (this.drawnState !== key) fill(this.state, stateMark(run.state), this.sentence());
     this.drawnState = key;
     const method = [run.method, run.settings?.rank && run.method !== "full" ? `rank ${run.settings.rank}` : null].filter(Boolean).join(", ");
     setText(this.facts, [run.base, run.data, method].filter(Boolean).map(setting).join(" \u00b7 "));
-    const now = isLive(run.state) ? Date.now() / 1000 : run.updated;
+    const now = isLive(run.state) ? Date.now() / 1000 - this.ahead : run.updated;
     const took = run.worked_s === null || run.worked_s === undefined ? null : run.worked_s + Math.max(0, now - run.updated);
-    const done = run.steps - run.last_began_step; // since the run was started or resumed: a pause before that is no work
-    const left = isLive(run.state) && done > 0 && run.max_steps > run.steps ? ((now - run.last_began) / done) * (run.max_steps - run.steps) : null;
+    const left = isLive(run.state) ? timeLeft(run, now) : null;
     const figures = [
       ["Step", `${count(run.steps)} / ${count(run.max_steps)}`],
       ["Loss", loss(run.last_loss)],
@@ -142,6 +148,12 @@ export class RunView {
     this.drawnFigures = text;
   }
 
+  // The command that goes on with a run is to be copied.
+  sentence() {
+    const [text, resume] = sentenceOf(this.run).split("go on with: ");
+    return el("span", {}, resume ? [`${text}go on with `, command(resume)] : text);
+  }
+
   close() {
     this.closed = true;
     this.stop?.();
@@ -150,4 +162,12 @@ export class RunView {
     clearTimeout(this.refreshing);
     this.view?.close?.();
   }
+}
+
+// Seconds left at the last step, by the steps since the run was started or resumed; they pass until the next step is due.
+function timeLeft(run, now) {
+  const [done, rest] = [run.steps - run.last_began_step, run.max_steps - run.steps];
+  if (!(done > 0 && rest > 0)) return null;
+  const pace = (run.last_stepped - run.last_began) / done;
+  return pace * rest - Math.min(pace, Math.max(0, now - run.last_stepped));
 }

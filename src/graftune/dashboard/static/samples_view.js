@@ -1,7 +1,8 @@
 // Sample answers: base and tuned side by side, at a step that is chosen, and how each answer changed over the run.
 
-import { el, fill, setText } from "./dom.js";
-import { count } from "./format.js";
+import { withCode } from "./code_text.js";
+import { command, el, fill, setText } from "./dom.js";
+import { count, shellWord } from "./format.js";
 import { shortcut } from "./keys.js";
 
 export class SamplesView {
@@ -44,7 +45,7 @@ export class SamplesView {
     const steps = this.steps;
     this.bar.hidden = !steps.length;
     if (!steps.length) {
-      fill(this.list, el("p", { class: "dim" }, "There are no answers yet. A run answers a few validation prompts at its end, and every `sample_every` steps if that is set."));
+      fill(this.list, el("p", { class: "dim" }, "There are no answers yet. A run answers a few validation prompts at its end, and during training with ", el("code", {}, "--sample-every"), "."), el("p", {}, "Ask base and tuned yourself: ", command(`graftune chat ${shellWord(this.run.folder)} --compare`)));
       return;
     }
     this.slider.max = steps.length - 1;
@@ -60,9 +61,9 @@ export class SamplesView {
     const now = answers.filter((sample) => sample.step <= step).pop();
     const base = answers.map((sample) => sample.base).find((text) => text !== null && text !== undefined);
     const reference = answers.map((sample) => sample.reference).find(Boolean);
-    const column = (who, text, none) => el("div", { class: `answer ${who}` }, el("h2", {}, who), text === null || text === undefined ? el("p", { class: "dim" }, none) : el("p", { class: "text" }, text));
+    const column = (who, text, none) => el("div", { class: `answer ${who}` }, el("h2", {}, who), text === null || text === undefined ? el("p", { class: "dim" }, none) : el("div", { class: "text" }, withCode(text)));
     const sides = el("div", { class: "sides" }, column("base", base, "The base has no answer."), column("tuned", now?.tuned, "No answer at this step yet."), reference ? column("reference", reference, "") : null);
-    return el("article", { class: "sample" }, el("p", { class: "prompt text" }, prompt), sides, changes(answers, at, open));
+    return el("article", { class: "sample" }, el("div", { class: "prompt text" }, withCode(prompt)), sides, changes(answers, at, open));
   }
 }
 

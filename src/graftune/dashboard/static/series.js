@@ -18,7 +18,8 @@ export class Curves {
   async ask(part, signal) {
     const found = await series(this.id, this.names, { points: POINTS, ...part }, signal);
     const column = (name) => found.values[name] ?? found.steps.map(() => null);
-    return { steps: found.steps, values: Object.fromEntries(this.names.map((name) => [name, column(name)])), offset: found.offset };
+    const values = Object.fromEntries(this.names.map((name) => [name, column(name)]));
+    return { steps: found.steps, values: { ...values, loss_mean: found.values.loss_mean ?? values.loss }, offset: found.offset };
   }
 
   get last() {
@@ -34,8 +35,14 @@ export class Curves {
     const { steps } = this.overview;
     if (event.step <= this.last && steps.length) return steps.includes(event.step);
     steps.push(event.step);
-    for (const name of this.names) this.overview.values[name].push(number(event[name]));
+    const { values } = this.overview;
+    for (const name of this.names) values[name].push(number(event[name]));
+    if (values.loss_mean !== values.loss) values.loss_mean.push(number(event.loss));
     return true;
+  }
+
+  latest(name) {
+    return this.overview.values[name].at(-1);
   }
 
   get crowded() {
