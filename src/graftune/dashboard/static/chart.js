@@ -96,8 +96,8 @@ export class Chart {
   // `lines`: [{label, colour (a custom property), width, points, smooth (has no figure of its own)}]; `format` writes a
   // value, `axis` the ticks; `mark`: {value, label} is a horizontal line; `marks`: [{step, label}] are vertical ones;
   // `height` in pixels; `named`: figures under the cursor with their lines' labels.
-  constructor({ title, lines, format, axis = axisTicks, range, mark = null, marks = [], height = 180, named = true, note = "" }) {
-    Object.assign(this, { title, lines, format, axis, range, mark, marks, height, named, log: false, data: [[], ...lines.map(() => [])] });
+  constructor({ title, lines, format, axis = axisTicks, range, mark = null, marks = [], height = 180, wide = false, named = true, note = "" }) {
+    Object.assign(this, { title, lines, format, axis, range, mark, marks, height, wide, named, log: false, data: [[], ...lines.map(() => [])] });
     this.readout = el("span", { class: "readout" });
     this.note = el("span", { class: "chart-note" }, note);
     this.plot = el("div", { class: "plot", style: { "min-height": `${height}px` }, tabindex: "0", role: "group", "aria-roledescription": "chart", on: { keydown: (event) => this.key(event), wheel: (event) => this.wheel(event) } });
@@ -230,7 +230,7 @@ export class Chart {
     if (there) dashed(u.ctx, ink, [5, 4], [left, y], [left + width, y]);
   }
 
-  // Where the run was resumed or got another length. A label that would cover another is left out.
+  // Where the run was resumed or got another length; with labels in a wide chart, unless one would cover another.
   drawMarks(u, ink) {
     const { left, top, width, height } = u.bbox;
     const context = u.ctx;
@@ -239,9 +239,11 @@ export class Chart {
       const x = Math.floor(u.valToPos(step, "x", true)) + 0.5;
       if (x < left || x > left + width) continue;
       dashed(context, ink, [2, 3], [x, top], [x, top + height]);
+      if (!this.wide) continue;
       context.save();
       context.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
       context.fillStyle = ink;
+      context.textAlign = "left";
       context.textBaseline = "top";
       const [wide, gap] = [context.measureText(label).width, 4 * devicePixelRatio];
       const from = x + gap + wide <= left + width ? x + gap : x - gap - wide;
