@@ -95,7 +95,7 @@ def test_a_loop_equals_a_run(tiny_folder, tmp_path):
 
 
 def test_loss_falls_and_the_adapter_comes_back(opened, data, tmp_path):
-    session = opened(alpha=8.0, lr=1e-2)
+    session = opened(alpha=8.0, lr=1e-2, tokens_per_step=4096)
     examples = session.prepare(data)
     before = session.evaluate(examples)
     losses = []

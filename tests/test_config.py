@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from graftune.errors import GraftuneError
 from graftune.io.yaml_file import parse_yaml
 from graftune.settings.config import PROJECTIONS, Config, Leaf, Resume, expand_targets, flatten, leaves
+from graftune.settings.values import number_or_auto
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -33,8 +34,8 @@ def complaint(*layers: dict[str, Any]) -> str:
 def test_defaults_are_those_of_the_design() -> None:
     c = Config()
     assert (c.lora.rank, c.lora.resolved().alpha, c.lora.init) == (16, 32, "kaiming")
-    assert (c.optim.lr, c.train.epochs, c.data.max_seq_len) == (2e-4, 3, 0)
-    assert (c.optim.clip, c.optim.clip_mode, c.train.tokens_per_step) == (1.0, "global", 4096)
+    assert (c.optim.lr, c.train.epochs, c.data.max_seq_len) == ("auto", 3, 0)
+    assert (c.optim.clip, c.optim.clip_mode, c.train.tokens_per_step) == (1.0, "global", "auto")
     assert (c.optim.warmup, c.optim.schedule, c.optim.min_lr) == (0.1, "cosine", 1e-6)
     assert (c.optim.beta1, c.optim.beta2, c.optim.eps, c.optim.weight_decay) == (0.9, 0.999, 1e-8, 0.01)
     assert (c.data.val_split, c.train.patience, c.train.seed) == (0.2, 5, 42)
@@ -242,6 +243,8 @@ def _values(leaf: Leaf) -> st.SearchStrategy[Any]:
         return st.dates().map(str)
     if leaf.name == "max_seq_len":
         return st.sampled_from([0, 8, 4096])
+    if number_or_auto(leaf.type):
+        return st.just("auto") | _values(dataclasses.replace(leaf, type=number_or_auto(leaf.type)))
     if leaf.type is bool:
         return st.booleans()
     if leaf.type is int:

@@ -70,8 +70,9 @@ def test_plan_accepts_it(path: Path, base: Path, tmp_path: Path, monkeypatch: py
     config = Config.load(path, own)
     if config.base.device != "cpu":
         config = config.replace(device="cuda")
-    found = resolve_auto(job_of(config, Console(quiet=True), memory=MEMORY))
-    assert found.fits and found.settings["tokens_per_micro_batch"] <= config.train.tokens_per_step
+    job = job_of(config, Console(quiet=True), memory=MEMORY)
+    found = resolve_auto(job)
+    assert found.fits and found.settings["tokens_per_micro_batch"] <= max(job.config.train.step_tokens, job.longest)
     if config.base.base_dtype != "auto":
         assert found.settings["base_dtype"] == config.base.base_dtype
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from graftune.settings.config import Leaf, leaves
 from graftune.settings.sources import DataValue
+from graftune.settings.values import number_or_auto
 
 SETTINGS = Path(__file__).resolve().parents[1] / "src" / "graftune" / "settings" / "keywords.py"
 HEADER = '''"""The settings as keyword arguments, for type checkers and completion.
@@ -50,6 +51,8 @@ def _type(leaf: Leaf) -> str:
     hint, origin = leaf.type, typing.get_origin(leaf.type)
     if hint == DataValue:
         return "str | PathLike[str] | Iterable[Mapping[str, Any]]"
+    if (number := number_or_auto(hint)) is not None:
+        return f'{number.__name__} | Literal["auto"]'
     if origin is Literal:
         return "Literal[" + ", ".join(f'"{choice}"' for choice in typing.get_args(hint)) + "]"
     if origin is tuple:

@@ -10,8 +10,9 @@
     session.save_adapter("my-adapter")
     print(session.generate("Once upon a time", max_new_tokens=20)[0])
 
-A session resolves `auto` as a run does: device and dtypes when it is opened, memory (recompute and the size of a
-micro-batch) by a plan when training begins, so that evaluation and chat need no memory for training.
+A session resolves `auto` as a run does: device, dtypes and learning rate when it is opened, the tokens of a step by
+the data and memory (recompute and the size of a micro-batch) by a plan when training begins, so that evaluation and
+chat need no memory for training.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from graftune.plan import card_here
 from graftune.run_folder import adapter_folder, find_state, is_run, open_state, trains_all, whole_run, with_adapter
 from graftune.runtime import device_of, set_up
 from graftune.session import Batch, Sample, Session, StepStats, arguments, open_session
+from graftune.settings import auto
 from graftune.settings.config import Config, leaves
 from graftune.settings.keywords import Settings
 from graftune.step.accumulator import Accumulator
@@ -99,6 +101,8 @@ def open(
     session._use_loss(None if isinstance(loss, str) else loss)
     console.note(f"device: {session.runtime.describe()}; attention: {parts.attention.backend}")
     console.note(f"frozen weights: {parts.placement.describe()}")
+    if given.get("lr", "auto") == "auto":
+        console.note(auto.said(Config(), session.config, session.base.spec.parameters))
     if note := session.tokenizer.refused_template:
         console.note(note)
     return session

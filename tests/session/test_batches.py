@@ -45,7 +45,7 @@ def test_own_records_are_divided_as_asked(opened, recompute):
 
 def test_a_longer_example_is_said(opened):
     said = []
-    session = opened(tokens_per_micro_batch=16, recompute="none")
+    session = opened(tokens_per_micro_batch=16, tokens_per_step=4096, recompute="none")
     session.parts.say = said.append
     data = session.prepare(ROWS)
     sizes = [len(micro.tokens) for batch in session.batches(data) for micro in batch.packed]

@@ -57,7 +57,7 @@ def test_a_loss_by_name(opened):
 
 def test_a_loss_may_change_between_steps(opened):
     """What was counted and what was fetched stays; gradients of two losses are not mixed."""
-    session = opened(lr=1e-2)
+    session = opened(lr=1e-2, tokens_per_step=4096)
     (batch,) = session.batches(session.prepare(ROWS))
     session.forward_backward(batch)
     first = session.optim_step()

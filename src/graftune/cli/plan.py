@@ -1,4 +1,4 @@
-"""graftune plan: bytes by owner before anything loads, what fits, and how far.
+"""graftune plan: bytes by owner before anything loads, what fits, and how far; with data also steps and time.
 
 Only headers are read. A card that is not here is planned for by its name (--gpu 4090) or by its memory.
 """
@@ -30,7 +30,8 @@ def plan(
     json: Switch = False,
     settings: Any = None,
 ) -> int:
-    """Show how much memory training BASE would take, by owner, and what fits. Nothing is loaded.
+    """Show how much memory training BASE would take, by owner, and what fits; with DATA also its steps and their time.
+    Nothing is loaded.
 
     Parameters
     ----------
@@ -64,6 +65,7 @@ def plan(
     from graftune.observe.memory import parse_bytes
     from graftune.plan import best, furthest, largest, policies_of, refusal
     from graftune.plan.cards import find
+    from graftune.training.expected import expected
     from graftune.training.prepare import job_of
 
     model = find(gpu) if gpu else None
@@ -74,9 +76,15 @@ def plan(
     job = job_of(whole, console, memory=parse_bytes(memory) if memory else 0, model=model)
     found = best(job)
     fits = {policy: largest(job, policy) for policy in policies_of(job)}
-    console.result(found.document() | {"largest": fits, "largest_looked_for": furthest(job)})
+    coming = expected(job, found)
+    steps = {"expected_run": coming.document() if coming else None}
+    console.result(found.document() | {"largest": fits, "largest_looked_for": furthest(job)} | steps)
     if not json:
         _show(console, found, fits, furthest(job))
+        for line in coming.lines() if coming else ["give data to see how many steps it makes and how long they take"]:
+            console.line(line)
+    if coming and coming.warning:
+        console.warn(coming.warning)
     if not found.fits:
         raise refusal(job, found)
     return 0

@@ -15,6 +15,7 @@ from cyclopts import App
 from graftune import __version__
 from graftune.settings.config import Config
 from graftune.settings.sources import KEYS
+from graftune.settings.values import number_or_auto
 
 Shell = Literal["bash", "zsh", "fish"]
 
@@ -91,6 +92,8 @@ def _type(name: str, hint: Any) -> dict[str, Any]:
     if origin is dict:
         inner = {"type": "string"} if typing.get_args(hint)[1] is str else {}
         return {"anyOf": [{"type": ["object", "null"], "additionalProperties": inner}, {"type": "string"}]}
+    if (number := number_or_auto(hint)) is not None:
+        return {"anyOf": [{"const": "auto"}, _type(name, number)]}
     if hint is float:  # 2e-4 without a dot is text in YAML
         return {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^[-+]?[0-9.]+([eE][-+]?[0-9]+)?$"}]}
     return {"type": {bool: "boolean", int: "integer", str: ["string", "null"]}[hint]}

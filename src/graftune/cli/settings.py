@@ -23,6 +23,7 @@ from graftune.observe.console import Console
 from graftune.settings import recognise
 from graftune.settings.config import Config, Leaf, leaves
 from graftune.settings.sources import DataValue, entries
+from graftune.settings.values import number_or_auto
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -155,22 +156,38 @@ def whole_number(_type: Any, tokens: Sequence[Token]) -> int:
     return int(tokens[0].value)
 
 
+def or_auto(kind: Callable[[str], float]) -> Callable[[Any, Sequence[Token]], Any]:
+    """Takes a number of that kind, or the word auto; other text goes on to the check of the setting."""
+
+    def convert(_type: Any, tokens: Sequence[Token]) -> Any:
+        try:
+            return kind(tokens[0].value)
+        except ValueError:
+            return tokens[0].value
+
+    return convert
+
+
 Count = Annotated[int, Parameter(converter=whole_number)]
 Switch = Annotated[bool, Parameter(negative="", show_default=False)]
 
 
 def _typed(leaf: Leaf) -> Any:
-    """The type of a leaf's flag: a mapping comes as texts of the form key=value, several sources as a repeated flag."""
+    """The type of a leaf's flag: a mapping comes as texts of the form key=value, several sources as a repeated flag,
+    a number or auto as either."""
+    if number_or_auto(leaf.type):
+        return str
     return tuple[str, ...] if typing.get_origin(leaf.type) is dict or leaf.type == DataValue else leaf.type
 
 
 def _parameter(leaf: Leaf) -> Parameter:
     is_list = typing.get_origin(leaf.type) in (tuple, dict) or leaf.type == DataValue
+    number = number_or_auto(leaf.type)
     return Parameter(
         name=flag(leaf.name),
         help=leaf.help + (f" [default: {shown}]" if (shown := _shown(leaf.default)) else ""),
         group=_GROUPS[leaf.section],
-        converter=whole_number if leaf.type is int else None,
+        converter=or_auto(number) if number else whole_number if leaf.type is int else None,
         negative=None if leaf.type is bool else "",
         consume_multiple=False if is_list else None,
         show_default=False,

@@ -71,7 +71,7 @@ def choices(job: Job) -> Iterator[tuple[str, int]]:
     if settings.tokens_per_micro_batch:
         yield from ((policy, max(settings.tokens_per_micro_batch, job.longest)) for policy in policies)
         return
-    sizes = halves(job, min(ceil_div(settings.tokens_per_step, max(1, job.ranks)), MOST[kind]))
+    sizes = halves(job, min(ceil_div(settings.step_tokens, max(1, job.ranks)), MOST[kind]))
     large = [size for size in sizes if size >= ENOUGH[kind]] or sizes[:1]
     yield from ((policy, size) for policy in policies for size in large)
     yield from ((policy, size) for size in sizes if size not in large for policy in policies)

@@ -8,7 +8,7 @@ be predicted: code that CUDA loads during the run, rounding and fragmentation of
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from graftune.arithmetic import ceil_div
-from graftune.batch import PLAIN, BatchLayout
+from graftune.batch import PLAIN, BatchLayout, Example
 from graftune.data.pack import TILE, Capacities
 from graftune.errors import GraftuneError
 from graftune.infer.generate import cache_capacity
@@ -139,6 +139,8 @@ class Job:
     launched: Launched | None = None  # called for every Triton kernel that the run will launch
     layout: BatchLayout = PLAIN  # the loss's fields of a batch
     ranks: int = 0  # ranks that a launcher has started; 0: no launcher
+    training: Sequence[Example] | None = None  # the data, where it is known
+    validation: Sequence[Example] = ()
     _made: dict[tuple[str, int, Placement, ModelSpec], Bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -1,8 +1,9 @@
 """The batches of a session, and the figures of its steps.
 
 A batch is data packed for the session's loss, in the micro-batches of one step; the first pass begins where a loaded
-state left off. Settings that are `auto` and depend on memory are resolved here, when a session first trains: by the
-plan, or, where there is no planner, to values that always work.
+state left off. Settings that are `auto` and depend on the data or on memory are resolved here, when a session first
+trains: the tokens of a step by the data, the rest by the plan, or, where there is no planner, to values that always
+work.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from graftune.data.summary import counted
 from graftune.errors import GraftuneError
 from graftune.losses import Loss
 from graftune.session.parts import UNPLANNED, DataPosition, Parts, loader_of
+from graftune.settings import auto
 from graftune.step.pipeline import Figures
 
 
@@ -176,15 +178,21 @@ class BatchFeed:
         return self._loaded[2]
 
     def resolve_auto(self, data: Dataset | None, layout: BatchLayout) -> None:
-        parts = self.parts
+        parts, parameters, asked = self.parts, self.parts.base.spec.parameters, self.parts.config
+        if data is not None:
+            tokens = int(lengths_of(data.examples).sum())
+            parts.config = auto.with_step_tokens(asked, parameters, tokens, len(data))
+            if line := auto.said(asked, parts.config, parameters):
+                parts.say(line)
         if parts.config.train.recompute != "auto" and parts.config.train.tokens_per_micro_batch:
             return
         if self.planner is not None:
             self.planner(parts, data, layout)
         settings = parts.config.train
+        most = UNPLANNED if settings.tokens_per_step == "auto" else min(settings.step_tokens, UNPLANNED)
         parts.config = parts.config.replace(
             recompute="none" if settings.recompute == "auto" else settings.recompute,
-            tokens_per_micro_batch=settings.tokens_per_micro_batch or min(settings.tokens_per_step, UNPLANNED),
+            tokens_per_micro_batch=settings.tokens_per_micro_batch or most,
         )
 
     def _start(self, data: Dataset, epoch: int, loader: Loader) -> int:

@@ -1,8 +1,8 @@
 """A configuration -> a Session: the base opened, the adapters laid out, the weights placed, the decoder built.
 
 Training, evaluation, answers, the Python API and the benchmarks all start here, so an adapter means the same in each of
-them. `auto` devices and dtypes are resolved here, from the machine; `auto` settings of memory (recompute and the size
-of a micro-batch) are resolved by the plan, which is a layer above.
+them. `auto` devices and dtypes are resolved here, from the machine, and the learning rate, from the model; `auto`
+settings of memory (recompute and the size of a micro-batch) are resolved by the plan, which is a layer above.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from graftune.observe.memory import free_bytes
 from graftune.runtime import Runtime, resolve
 from graftune.session.parts import Parts
 from graftune.session.session import Session
+from graftune.settings import auto
 from graftune.settings.config import Config, LoraConfig
 from graftune.weights.adapter import Adapter, load_adapter, place_adapter
 from graftune.weights.base import Base, open_base, with_new_tokens
@@ -68,7 +69,7 @@ def open_session(
     attend = attention_for(base, runtime, config.data.max_seq_len)
     whole = hf_config(base) if method != "lora" else None
     placement = placement or _placed(config, base, runtime, world)
-    resolved = config.replace(
+    resolved = auto.with_lr(config, base.spec.parameters).replace(
         device=str(runtime.device),
         compute_dtype=runtime.compute_name,
         base_dtype=placement.base_dtype,

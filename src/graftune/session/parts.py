@@ -76,7 +76,7 @@ def loader_of(
     settings = config.train
     return Loader(
         examples,
-        tokens_per_step=settings.tokens_per_step,
+        tokens_per_step=settings.step_tokens,
         micro_capacity=capacity,
         seed=settings.seed,
         fixed=fixed,

@@ -191,7 +191,12 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    lr: float = opt(2e-4, "peak learning rate", resume="fixed", min=0)
+    lr: float | Literal["auto"] = opt(
+        "auto",
+        "peak learning rate; auto: by the size of the model and the method (docs/choosing.md)",
+        resume="fixed",
+        min=0,
+    )
     schedule: Literal["cosine", "linear", "constant"] = opt("cosine", "shape after warm-up", resume="fixed")
     warmup: float = opt(0.1, "share of the steps spent warming up", resume="fixed", min=0, max=1)
     min_lr: float = opt(1e-6, "learning rate the schedule goes down to", resume="fixed", min=0)
@@ -203,6 +208,12 @@ class OptimConfig:
     clip_mode: Literal["global", "layer"] = opt(
         "global", "one norm over all gradients, or one per layer", resume="fixed"
     )
+
+    @property
+    def peak_lr(self) -> float:
+        """lr, once `auto` is resolved (settings/auto.py)."""
+        assert not isinstance(self.lr, str), "lr is resolved when a session is opened"
+        return self.lr
 
 
 @dataclass(frozen=True)
@@ -226,7 +237,13 @@ class TrainConfig:
     )
     epochs: float = opt(3.0, "passes over the data; 0.5 is half a pass", resume="stored", above=0)
     max_steps: int = opt(0, "stop after this many optimizer steps; 0: let epochs decide", resume="stored", min=0)
-    tokens_per_step: int = opt(4096, "tokens of one optimizer step", resume="fixed", min=8)
+    tokens_per_step: int | Literal["auto"] = opt(
+        "auto",
+        "tokens of one optimizer step; auto: few enough for about 100 steps, at most what suits the size of the model "
+        "(docs/choosing.md)",
+        resume="fixed",
+        min=8,
+    )
     tokens_per_micro_batch: int = opt(
         0,
         "tokens of a forward and backward, at least the longest example; 0: as many as fit, up to tokens_per_step and "
@@ -250,6 +267,12 @@ class TrainConfig:
         "offload: from host memory); auto: the least that fits",
         resume="free",
     )
+
+    @property
+    def step_tokens(self) -> int:
+        """tokens_per_step, once `auto` is resolved (settings/auto.py)."""
+        assert not isinstance(self.tokens_per_step, str), "tokens_per_step is resolved once the data is known"
+        return self.tokens_per_step
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Settings(TypedDict, total=False):
     append_eos: bool
     strict: bool
     max_unpacked: float
-    lr: float
+    lr: float | Literal["auto"]
     schedule: Literal["cosine", "linear", "constant"]
     warmup: float
     min_lr: float
@@ -57,7 +57,7 @@ class Settings(TypedDict, total=False):
     anchor: float
     epochs: float
     max_steps: int
-    tokens_per_step: int
+    tokens_per_step: int | Literal["auto"]
     tokens_per_micro_batch: int
     eval_every: int
     save_every: int

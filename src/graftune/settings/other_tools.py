@@ -54,8 +54,8 @@ _ANSWERS = """
 batch_size per_device_train_batch_size train_batch_size micro_batch_size per_gpu_train_batch_size bs
 gradient_accumulation_steps grad_accumulation_steps accumulation_steps gradient_accumulation
 per_device_eval_batch_size eval_batch_size global_batch_size auto_find_batch_size
-    here a batch is counted in tokens: {tokens_per_step} is what one optimizer step trains on (default 4096; 8
-    examples of 512 tokens are 4096), and {tokens_per_micro_batch} is chosen automatically from the memory there is
+    here a batch is counted in tokens: {tokens_per_step} is what one optimizer step trains on (8 examples of 512
+    tokens are 4096), and {tokens_per_micro_batch} is chosen automatically from the memory there is
 warmup_steps num_warmup_steps warmup_epochs
     {warmup} is the share of all steps spent warming up (0.1: a tenth), not their number
 load_in_4bit quantize qlora bits bnb_4bit quantization quantization_config quantization_bit q_bits bnb_4bit_quant_type

@@ -17,6 +17,8 @@ from graftune.errors import GraftuneError
 from graftune.settings.sources import DataValue
 from graftune.settings.sources import checked as checked_data
 
+AUTO = Literal["auto"]  # beside a number: the run chooses it
+
 _WORDS = {"true": True, "false": False, "null": None}
 _DEEPEST = 8  # levels of a value inside a mapping
 _SHOWN = 200  # characters of a value in a message
@@ -46,12 +48,26 @@ def checked(f: dataclasses.Field[Any], hint: Any, value: Any, where: str) -> Any
     return value
 
 
+def number_or_auto(hint: Any) -> type[int] | type[float] | None:
+    """The type of the number, if a field is a number or `auto`."""
+    if typing.get_origin(hint) not in (typing.Union, types.UnionType) or AUTO not in typing.get_args(hint):
+        return None
+    (number,) = (kind for kind in typing.get_args(hint) if kind in (int, float))
+    return number
+
+
 def coerced(name: str, hint: Any, value: Any, where: str) -> Any:
+    number = number_or_auto(hint)
+
     def wrong(expected: str) -> GraftuneError:
-        return GraftuneError(f"{name} is {shown(value)}", where=where, fix=f"it must be {expected}")
+        either = ", or auto" if number else ""
+        return GraftuneError(f"{name} is {shown(value)}", where=where, fix=f"it must be {expected}{either}")
 
     if hint == DataValue:
         return checked_data(name, value, where)
+    if number and value == "auto":
+        return value
+    hint = number or hint
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
         raise AssertionError(f"{name}: optional fields are not part of the tree; use an empty value")

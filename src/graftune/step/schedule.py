@@ -11,16 +11,16 @@ from graftune.settings.config import OptimConfig
 
 def learning_rate(step: int, total: int, config: OptimConfig) -> float:
     """`step` counts from 0 to total - 1. Warm-up ends on the peak; the last step ends near min_lr."""
-    warmup = math.ceil(config.warmup * total)
+    warmup, peak = math.ceil(config.warmup * total), config.peak_lr
     if step < warmup:
-        return config.lr * (step + 1) / warmup
-    floor = min(config.min_lr, config.lr)
+        return peak * (step + 1) / warmup
+    floor = min(config.min_lr, peak)
     progress = (step - warmup) / max(1, total - warmup)
     if config.schedule == "constant":
-        return config.lr
+        return peak
     if config.schedule == "linear":
-        return floor + (config.lr - floor) * (1 - progress)
-    return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+        return floor + (peak - floor) * (1 - progress)
+    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def hyperparameters(config: OptimConfig, **live: float) -> dict[str, float]:

@@ -24,7 +24,7 @@ import torch
 
 from graftune.batch import BatchLayout, Example
 from graftune.data.dataset import Dataset, prepare, split
-from graftune.data.encoded import distinct_tokens
+from graftune.data.encoded import distinct_tokens, lengths_of
 from graftune.data.pack import largest
 from graftune.data.sample import sample_path
 from graftune.data.summary import Summary, counted
@@ -39,6 +39,7 @@ from graftune.run_folder import adapter_folder, with_adapter
 from graftune.runtime import Runtime, set_up
 from graftune.session import Parts, check_method, check_recompute, loader_of, open_session, with_template
 from graftune.session.parts import UNPLANNED
+from graftune.settings import auto
 from graftune.settings.config import Config
 from graftune.settings.sources import DataValue, label
 from graftune.step.evaluate import shape_of
@@ -105,6 +106,7 @@ def prepare_run(
         | {"tokenizer or chat template": data.examples_sha256},
         "give every rank the same files",
     )
+    config = _with_steps(config, base, data, console)
     if before is not None and config.train.max_steps != before.train.max_steps:
         loader = loader_of(config, data.training.examples, max(config.train.tokens_per_micro_batch, data.largest))
         config = config.replace(epochs=stretched(config.train, loader))
@@ -136,7 +138,7 @@ def _planned(
     device = torch.device(config.base.device)
     if device.type not in PLANNED_ON:
         console.note(f"memory is planned on CUDA and on CPUs, not on {device}")
-        size = config.train.tokens_per_micro_batch or min(config.train.tokens_per_step, UNPLANNED)
+        size = config.train.tokens_per_micro_batch or min(config.train.step_tokens, UNPLANNED)
         recompute = "none" if config.train.recompute == "auto" else config.train.recompute
         return config.replace(tokens_per_micro_batch=max(size, data.largest), recompute=recompute), None, None
 
@@ -165,6 +167,16 @@ def _opened(config: Config) -> tuple[Config, Base, Adapter | None]:
     config = with_full_paths(with_adapter(config, adapter) if adapter else config)
     base = open_base(config.base.base, config.base.revision, weights=config.train.method != "scratch")
     return config.replace(max_seq_len=config.data.longest(base.spec.max_positions)), base, adapter
+
+
+def _with_steps(config: Config, base: Base, data: RunData | None, console: Console) -> Config:
+    """The settings with `auto` learning rate and tokens of a step chosen for this data (None: for plenty)."""
+    parameters, examples = base.spec.parameters, data.training.examples if data else ()
+    found = auto.with_lr(config, parameters)
+    found = auto.with_step_tokens(found, parameters, int(lengths_of(examples).sum()), len(examples))
+    if line := auto.said(config, found, parameters):
+        console.note(line)
+    return found
 
 
 def _read(config: Config, base: Base, adapter: Adapter | None, path: DataValue, console: Console) -> RunData:
@@ -214,7 +226,9 @@ def job_of(config: Config, console: Console, memory: int = 0, model: CardModel |
         )
     if config.data.data:
         data = _read(config, base, adapter, config.data.data, console)
+        config = _with_steps(config, base, data, console)
         return run_job(config, base, runtime, card, memory, data)
+    config = _with_steps(config, base, None, console)
     longest = min(config.data.longest(), base.spec.max_positions)
     asked = (longest,) * config.run.samples
     return training_job(config, base, runtime, card, memory, longest, None, asked=asked)
@@ -309,7 +323,7 @@ def training_job(
         epochs, tokens = math.ceil(config.train.epochs), distinct_tokens(training, validation)
         shapes = functools.cache(lambda size: loader_of(config, training, size, layout=layout).capacities(epochs))
     job = Job(config, base, runtime, longest, shapes, card, memory, tokens=tokens, ranks=ranks, **more)
-    job.loss, job.layout = loss, layout
+    job.loss, job.layout, job.training, job.validation = loss, layout, training, validation
     return job
 
 
@@ -322,7 +336,8 @@ def plan_session(parts: Parts, data: Dataset | None, layout: BatchLayout, *, car
     base = open_base(config.base.base, config.base.revision, weights=config.train.method != "scratch")
     training = None if data is None else data.examples
     longest = config.data.max_seq_len if training is None else largest(training, layout)
-    job = training_job(config, base, parts.runtime, card, free, longest, training, loss=parts.loss, layout=layout)
+    planned = auto.with_step_tokens(config, base.spec.parameters)
+    job = training_job(planned, base, parts.runtime, card, free, longest, training, loss=parts.loss, layout=layout)
     job.loaded(parts.placement.fixed)
     with compiled_ahead(device, parts.say) as job.launched:
         plan = resolve_auto(job)

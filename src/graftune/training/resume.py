@@ -31,6 +31,7 @@ from graftune.observe.events import BEGINNINGS, Event, read_events
 from graftune.observe.memory import human_bytes
 from graftune.plan import Plan
 from graftune.session import Parts
+from graftune.settings import auto
 from graftune.settings.config import Config, OptimConfig, Resume, TrainConfig, leaves
 from graftune.settings.sources import absolute
 from graftune.step.schedule import learning_rate
@@ -178,6 +179,8 @@ def write_start(
             write_file(state.folder / "plan.json", json.dumps(plan.document(), indent=1) + "\n")
         state.config.save(state.folder / "config.yaml")
     _report_start(state, shape)
+    if few := auto.warning(state.config, state.total, len(training)):
+        state.report.warn(few)
 
 
 def resume_folder(
@@ -270,7 +273,8 @@ def _report_start(state: RunState, shape: Capacities | None) -> None:
     ranks = f", divided among {parts.share.size} ranks" if parts.share.size > 1 else ""
     console.note(
         f"{counted(state.total, 'step')} of up to {settings.tokens_per_step} tokens in micro-batches of "
-        f"{settings.tokens_per_micro_batch}{ranks}; run folder {state.folder}"
+        f"{settings.tokens_per_micro_batch}{ranks}, learning rate {parts.config.optim.peak_lr:g}; "
+        f"run folder {state.folder}"
     )
     if shape is not None:
         how = "replayed from CUDA graphs" if settings.graph else "not captured (graph is off)"

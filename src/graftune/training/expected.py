@@ -1,0 +1,112 @@
+"""Predicts the steps of a planned run, and how long they take.
+
+The steps are counted as the loader will pack them. The time is a quotient: the operations of all steps and evaluations
+(step/flops.py) by a rate. On a GPU the rate is a share of the card's published one; on a CPU it is a share of what a
+product of the same size reaches here, timed for a moment. Where neither holds, only the steps are predicted: products
+with weights that are dequantised or fetched first, and experts.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from graftune.data.encoded import lengths_of, responses_of
+from graftune.plan import Job, Plan
+from graftune.plan.transfer import SUSTAINED
+from graftune.session import loader_of
+from graftune.settings import auto
+from graftune.step.flops import StepFlops
+from graftune.training.resume import run_length
+
+ON_CPU = 0.5  # share of a product's rate that steps reach on a CPU
+TIMED = 0.3  # seconds
+RECOMPUTED = {"none": 0.0, "selective": 1 / 4, "full": 1.0, "offload": 1.0}  # share of a forward pass
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a run will do, as far as it is known before it starts."""
+
+    steps: int
+    tokens_per_step: int
+    tokens: int  # of all steps
+    lr: float
+    seconds: float | None = None  # of steps and evaluations; None: unknown
+    how: str = ""  # the rate that the time was computed with
+    warning: str = ""  # if there are too few steps
+
+    def document(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        said = [f"{self.steps} steps of up to {self.tokens_per_step} tokens, learning rate {self.lr:g}"]
+        if self.seconds is not None:
+            said.append(f"expected time of steps and evaluations: about {_duration(self.seconds)} ({self.how})")
+        return said
+
+
+def expected(job: Job, plan: Plan) -> Expected | None:
+    """None: the run has no data yet."""
+    if job.training is None:
+        return None
+    settings, lengths = job.config.train, lengths_of(job.training)
+    loader = loader_of(job.config, job.training, plan.capacity, layout=job.layout)
+    length = run_length(loader, settings)
+    share = length.total / sum(length.epoch_steps) * len(length.epoch_steps)  # in passes over the data
+    tokens, responses = int(share * lengths.sum()), int(share * responses_of(job.training).sum())
+    rate, how = _rate(job, plan, tokens // length.total)
+    seconds = _operations(job, plan, tokens, responses, length.total) / rate if rate else None
+    few = auto.warning(job.config, length.total, len(job.training))
+    return Expected(length.total, settings.step_tokens, tokens, job.config.optim.peak_lr, seconds, how, few)
+
+
+def _operations(job: Job, plan: Plan, tokens: int, responses: int, steps: int) -> float:
+    """Floating-point operations of all steps and evaluations."""
+    settings, spec, full = job.config.train, job.base.spec, job.config.train.method != "lora"
+    assert job.training is not None
+    step = StepFlops.of(spec, lengths_of(job.training), full=full)
+    forward = 1 / (3 if full else 2)
+    total = step(tokens, responses) * (1 + forward * RECOMPUTED[plan.recompute])
+    if job.validation:
+        times = 1 + math.ceil(settings.epochs) + (steps // settings.eval_every if settings.eval_every else 0)
+        held_out = StepFlops.of(spec, lengths_of(job.validation), full=full)
+        counts = int(lengths_of(job.validation).sum()), int(responses_of(job.validation).sum())
+        total += times * forward * held_out(*counts)
+    return total
+
+
+def _rate(job: Job, plan: Plan, tokens: int) -> tuple[float, str]:
+    """Operations per second of steps with so many tokens, and how it was found; 0: unknown."""
+    placed = job.placement
+    if placed.fetched or job.base.spec.experts:
+        return 0.0, ""
+    if job.card is not None:
+        rate = SUSTAINED * job.card.rate
+        return rate, f"at {SUSTAINED:.0%} of the card's published {job.card.rate / 1e12:.0f} TFLOP/s; not measured"
+    if placed.base_dtype in ("keep", "nf4", "fp8"):
+        return 0.0, ""
+    width = job.base.spec.width
+    product = timed_product(min(tokens, plan.capacity), width, job.runtime.compute)
+    return ON_CPU * product, f"at {ON_CPU:.0%} of the {product / 1e9:.0f} GFLOP/s that a product reaches here just now"
+
+
+def timed_product(rows: int, width: int, dtype: torch.dtype) -> float:
+    """Floating-point operations per second of a product of that size on the CPU."""
+    x, weight = torch.randn(rows, width, dtype=dtype), torch.randn(3 * width, width, dtype=dtype)
+    count, began = 0, time.perf_counter()
+    while count < 2 or time.perf_counter() - began < TIMED:
+        torch.nn.functional.linear(x, weight)
+        count += 1
+    return count * 2 * rows * weight.numel() / (time.perf_counter() - began)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"
