@@ -28,7 +28,7 @@ page-test: $(VENV)/page.stamp
 screenshots: $(VENV)/page.stamp
 	$(BIN)/python tools/screenshots.py
 
-# Masks over 10,000 chat templates and conversations that are made up at random; `make test` checks 180. Other properties
+# Masks over 10,000 chat templates that are made up at random, each with forty conversations; `make test` checks 32. Other properties
 # are tried on 25 examples, or as many as GRAFTUNE_EXAMPLES says (tests/conftest.py); with 1000 the judges of tests/parity
 # and tests/tokenizer are asked about all their cases, too (tests/support/thorough.py).
 test-templates: $(VENV)/test.stamp

@@ -247,7 +247,8 @@ class Spec:
         roles = [message["role"] for message in messages]
         twice = any(i and roles[i - 1 : i + 1] == ["assistant"] * 2 for i in range(len(roles)))
         return (
-            (self.beside and any(message.get("tool_calls") for message in messages))
+            (self.beside and self.block in ("empty", "closes") and any(m.get("tool_calls") for m in messages))
+            or (self.beside and any(m.get("tool_calls") and not any(m.get(key) for key in KEYS) for m in messages))
             or (self.system == "refused" and roles[:2] == ["system", "assistant"])
             or (twice and self.twice == "joined" and self.style == "channels")
             or (self.block == "opens" and not self.closes_known)
@@ -266,7 +267,7 @@ class Spec:
             why, text = authored  # not a second time after an empty block
         parts: list[str] = []
         if not self.prompted(messages[:-1]) and not (self.twice == "joined" and messages[-2]["role"] == "assistant"):
-            parts.append(self._shown_header(message))
+            parts.append(style.bot)  # without a name
         if self.style == "channels":
             parts.append(FINAL)
         if given == "opens":
@@ -287,12 +288,6 @@ class Spec:
         calls = "" if self.beside and not why else "".join(map(self._call, message.get("tool_calls") or ()))
         end = f"{style.end}{style.after}</s>" if self.style == "words" and self.last == "eos" else style.end
         return re.compile(rf"\s*{pattern}\s*?{body}{re.escape(calls)}{re.escape(end)}", re.DOTALL)
-
-    def _shown_header(self, message: Message) -> str:
-        bot, name = STYLES[self.style].bot, message.get("name")
-        if not name or not self.name:
-            return bot
-        return ROLE.sub(lambda m: f"{m[0]} {name}" if self.name == "beside" else str(name), bot, count=1)
 
     def _authored(self, message: Message) -> tuple[str, str]:
         """The author's reasoning and the rest of the content."""

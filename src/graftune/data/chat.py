@@ -40,6 +40,7 @@ OTHER_PROMPT = {
 }
 NO_REASONING = "reasoning left out: the prompt that inference gives has closed it already"
 CLOSED_AT_ONCE = "the prompt opens a reasoning block: answers without reasoning close it at once"
+NO_NAME = "names of the assistant left out of its header: the prompt that inference gives has none"
 MOVED = "reasoning in the content put into the block that the template renders before it"
 HEADER_TRAINED = (
     "the template gives no generation prompt here: the header before the answer is trained, since the model has to "
@@ -143,9 +144,11 @@ class ChatTurns:
         if moved := self._moved_reasoning(messages, full):
             messages, full = moved, form.render(moved, tools)
             notes.append(MOVED)
-        if "name" in messages[-1] and not full.startswith(prompt):  # the prompt names no speaker
-            messages = [*messages[:-1], {key: value for key, value in messages[-1].items() if key != "name"}]
-            full = form.render(messages, tools)
+        if "name" in messages[-1]:  # the prompt names no speaker
+            nameless = [*messages[:-1], {key: value for key, value in messages[-1].items() if key != "name"}]
+            if (shown := form.render(nameless, tools)) != full:
+                messages, full = nameless, shown
+                notes.append(NO_NAME)
         body, end = self._ends(full, messages[-1])
         if full.startswith(prompt):
             answer, blank = full[len(prompt) : end], not full[len(prompt) : body].strip()
@@ -212,7 +215,7 @@ class ChatTurns:
             written = _words(answer[: max(place, 0)], control) - _words(reasoning.open + reasoning.close, control)
             if calls:  # beside the syntax of a call
                 written &= _words(self.form.header, control)
-            if written and self.form.render(messages[:-1], tools) == prompt:
+            if written and self.form.render(messages[:-1], tools).startswith(prompt):
                 return answer, HEADER_TRAINED
         return answer, ""
 
@@ -220,10 +223,15 @@ class ChatTurns:
         """Whether the text between the prompt's header and the author's text is one that the model has to write: a
         reasoning tag, or a header of its own that shares nothing with the prompt's."""
         control, reasoning = self.form.control, self.form.reasoning
-        written = _words(full[found.begin : found.start], control)
-        if written <= _words(reasoning.open + reasoning.close, control):
+        written, block = self._written(full, found), _words(reasoning.open + reasoning.close, control)
+        if not written:
             return True
-        return not found.extra.strip() and written.isdisjoint(_words(found.prompt_tail + _ROLES, control))
+        return _words(found.extra, control) <= block and written.isdisjoint(_words(found.prompt_tail + _ROLES, control))
+
+    def _written(self, full: str, found: Header) -> set[str]:
+        """What the template writes between the prompt's header and the author's text, without tags of reasoning."""
+        reasoning, control = self.form.reasoning, self.form.control
+        return _words(full[found.begin : found.start], control) - _words(reasoning.open + reasoning.close, control)
 
     def _continued(
         self, prompt: str, full: str, found: Header, messages: list[Message], tools: list[Any] | None
@@ -231,7 +239,7 @@ class ChatTurns:
         """The answer at the end of `full` as it continues the inference prompt, and a note for the user."""
         reasoning, control = self.form.reasoning, self.form.control
         if not self._is_generated(full, found):
-            if not found.extra.strip() and self.form.render(messages[:-1], tools) == prompt:
+            if not found.extra.strip() and self.form.render(messages[:-1], tools).startswith(prompt):
                 return full[found.begin :], HEADER_TRAINED
             raise Refusal(
                 "the template's header is not recognised",
@@ -239,14 +247,16 @@ class ChatTurns:
                 f"{quoted(full[found.begin : found.start])} before the answer; prompt_form: template trains it",
             )
         answer = full[found.begin :]
-        own = answer if full[found.begin : found.start].strip() else full[found.start :]
+        own = answer if self._written(full, found) else full[found.start :]
         if not reasoning.opened_by(prompt):
             known = self.form.header + self.form.suffix + self.form.call_suffix + reasoning.open + reasoning.close
-            unknown = _words(found.extra, control) - _words(known, control)
-            closed = not unclosed(found.extra) and any(tag_kind(tag)[1] == "close" for tag in TAG.findall(found.extra))
-            if unknown and not closed:
+            words = _words(known, control)
+            extra = "".join(unit for unit in units(found.extra, control) if unit.casefold() not in words)
+            closed = not unclosed(extra) and any(tag_kind(tag)[1] == "close" for tag in TAG.findall(extra))
+            if _words(extra, control) and not closed and not reasoning.closed_by(prompt):
                 raise _left_open(found.extra.strip())
-            return answer, ""
+            blank = not full[found.begin : found.start].strip()
+            return (own if blank and found.extra.strip() else answer), ""
         close = reasoning.close.strip()
         if not close:
             raise _left_open(reasoning.open.strip())

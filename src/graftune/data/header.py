@@ -23,7 +23,7 @@ from graftune.data.turns import Message
 MOST_UNITS = 240  # of a header, from its end; longer ones are not aligned further back
 _LETTERS = "ZQXJKVW"  # a text is changed with one that it does not begin or end with
 # What it costs to leave a unit of the prompt out, and to pass over one of the rendering.
-_LEFT_OUT = {"blank": 5, "sign": 40, "word": 150, "tag": 200}
+_LEFT_OUT = {"blank": 5, "sign": 40, "word": 150, "tag": 300}
 _PASSED = {"blank": 5, "sign": 30, "word": 70, "tag": 120}
 _NEVER = 10**6  # the two are different things
 
@@ -191,8 +191,15 @@ def _aligned(prompt: str, header: str, control: tuple[str, ...]) -> Aligned:
         ways.append(way)
     cost = min(costs)
     i, j = len(asked), costs.index(cost)
-    while i and ways[i][j] == "left":
-        i -= 1
+    path: list[tuple[int, int]] = []  # the units that agree, from the last on
+    while i:
+        if ways[i][j] == "both":
+            path.append((i, j))
+        i, j = i - (ways[i][j] != "passed"), j - (ways[i][j] != "left")
+    # The header ends with the last unit that agrees and the blanks after it: blanks further on agree by chance.
+    i, j = next(((i, j) for i, j in path if kinds[0][i - 1] != "blank"), (0, 0))
+    while (i + 1, j + 1) in path:
+        i, j = i + 1, j + 1
     return Aligned(skipped + sum(map(len, shown[:j])) if j else 0, "".join(asked[i:]) if i else prompt, cost)
 
 

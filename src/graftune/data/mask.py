@@ -49,7 +49,11 @@ def check(tokens: Sequence[int], ranges: Sequence[tuple[int, int]], ends: frozen
     previous = 0
     for first, last in ranges:
         if first >= last or first < previous:
-            raise Refusal("nothing to train", "no token of the response is trained")
+            raise Refusal(
+                "nothing to train",
+                "the template renders no text of the answer after its prompt, or all of it is reasoning that "
+                "train_reasoning leaves out",
+            )
         if ends and tokens[last - 1] not in ends:
             raise Refusal("a turn without its end token", "the last trained token is not the end token")
         previous = last

@@ -12,6 +12,7 @@ again with a system turn, with tools, and with both.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -73,11 +74,11 @@ def probe(
     suffix = shared_start(first[::-1], second[::-1])[::-1]
     middle = rendered([*head, *_asked(ANSWERS[0]), {"role": "user", "content": _ASK}], tools) or ""
     following = middle[middle.rfind(ANSWERS[0]) + len(ANSWERS[0]) :] if ANSWERS[0] in middle else ""
-    end, end_id = _turn_end(suffix, following, tokenizer)
+    question = (rendered([*head, _asked("")[0]], tools) or "").rpartition(_ASK)[2]
+    end, end_id = _turn_end(suffix, following, tokenizer, question)
     control = tuple(sorted(special_tokens(tokenizer).values(), key=len, reverse=True))
     append, notes = "", tuple[str, ...]()
     if end_id is None:
-        question = (rendered([*head, _asked("")[0]], tools) or "").rpartition(_ASK)[2]
         append, end_id = _closed_later(first, following, question, control, tokenizer)
     if append:
         notes = (f"the template leaves the last answer open: it is closed with {append!r}, as earlier answers are",)
@@ -134,17 +135,20 @@ def _closing(
     return "", end_id, ()
 
 
-def _turn_end(suffix: str, following: str, tokenizer: Tokenizer) -> tuple[str, int | None]:
-    """The part of `suffix` that ends a turn: up to its first stop token, or else its last control token, among those
-    that also stand after an answer in the middle of a conversation (`following`); where none does, among all of them.
-    Without any it is all that is not blank."""
+def _turn_end(suffix: str, following: str, tokenizer: Tokenizer, question: str = "") -> tuple[str, int | None]:
+    """The part of `suffix` that ends a turn: up to its first stop token, or else the control token that also ends a
+    question (`question`: what follows its text), or else its last control token; among those that also stand after an
+    answer in the middle of a conversation (`following`); where none does, among all of them. Without any it is all
+    that is not blank."""
     ids, offsets = tokenizer.encode_with_offsets(suffix) if suffix else ([], [])
     special, common = special_tokens(tokenizer), len(shared_start(suffix, following))
+    ends = [id for id in (tokenizer.encode(question) if question else []) if id in special][:1]
     places: list[int] = []
     for reach in (common, len(suffix)):
         known = [i for i, (_, end) in enumerate(offsets) if len(suffix[:end].rstrip()) <= reach]
         stops = [i for i in known if ids[i] in tokenizer.stop_ids]
-        places = places or stops[:1] or [i for i in known if ids[i] in special][-1:]
+        alike = [i for i in known if ids[i] in ends]
+        places = places or stops[:1] or alike[:1] or [i for i in known if ids[i] in special][-1:]
     if places:
         return suffix[: offsets[places[0]][1]].rstrip(), ids[places[0]]
     return suffix.rstrip(), None
@@ -178,13 +182,15 @@ def _takes_system(rendered: Render, tools: list[Any] | None) -> bool:
 def _calls(rendered: Render, head: list[Message], tokenizer: Tokenizer) -> dict[str, Any]:
     """How tool calls are rendered: with arguments as objects or as JSON text, with null or empty content."""
     tried: dict[tuple[str | None, str], tuple[list[str], str | None]] = {}
-    for content in (None, ""):
-        for arguments in ("object", "text"):
-            pair = [_call_rendered(rendered, head, content, arguments, value) for value in _VALUES]
+    for beside in ({}, dict.fromkeys(REASONING_KEYS, _WHY)):  # some templates render calls beside reasoning only
+        for content, arguments in itertools.product((None, ""), ("object", "text")):
+            pair = [_call_rendered(rendered, head, content, arguments, value, beside) for value in _VALUES]
             clean = [text for text, value in zip(pair, _VALUES, strict=True) if text and _clean(text, value)]
             if len(clean) == 2:
-                longer = _call_rendered(rendered, head, content, arguments, _VALUES[0], answered=True)
+                longer = _call_rendered(rendered, head, content, arguments, _VALUES[0], beside, answered=True)
                 tried[content, arguments] = clean, longer
+        if tried:
+            break
     if not tried:
         return {}
     # Some templates take a null content only in the last turn, and some read an empty one as no call at all.
@@ -202,14 +208,22 @@ def _calls(rendered: Render, head: list[Message], tokenizer: Tokenizer) -> dict[
 
 
 def _call_rendered(
-    rendered: Render, head: list[Message], content: str | None, arguments: str, value: str, *, answered: bool = False
+    rendered: Render,
+    head: list[Message],
+    content: str | None,
+    arguments: str,
+    value: str,
+    beside: Message,
+    *,
+    answered: bool = False,
 ) -> str | None:
-    """A conversation whose last turn calls a tool. `answered`: the tool's result and an answer follow."""
+    """A conversation whose last turn calls a tool. `beside`: fields beside the call. `answered`: the tool's result
+    and an answer follow."""
     given: Any = {"zq_key": value} if arguments == "object" else f'{{"zq_key": "{value}"}}'
     call = {"id": "zqcall001", "type": "function", "function": {"name": "zq_tool", "arguments": given}}
     turns: list[Message] = [
         {"role": "user", "content": _ASK},
-        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "assistant", "content": content, "tool_calls": [call], **beside},
     ]
     if answered:
         turns += [
