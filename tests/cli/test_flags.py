@@ -60,6 +60,7 @@ FROZEN = {
         --val-split --warmup --weight-decay -c DATA TARGET""",
     "doctor": "--json --revision BASE",
     "export": "--add --any-base --base --force --json --no-any-base --out --quiet --revision --to --type TARGET",
+    "import": "--from --json --out FILE",
     "runs": "--json FOLDER",
     "watch": "--device --host --port --quiet --token FOLDER",
     "schema": "",

@@ -29,6 +29,7 @@ from graftune.cli.doctor import doctor
 from graftune.cli.eval import evaluate
 from graftune.cli.export import export
 from graftune.cli.failures import explained
+from graftune.cli.import_file import import_file
 from graftune.cli.plan import plan
 from graftune.cli.profile import profile
 from graftune.cli.runs import runs
@@ -57,6 +58,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "plan": plan,
     "profile": profile,
     "export": export,
+    "import": import_file,
     "watch": watch,
     "runs": runs,
     "doctor": doctor,

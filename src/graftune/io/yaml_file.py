@@ -26,14 +26,19 @@ HEADER = """\
 
 
 def dump_yaml(tree: dict[str, Any]) -> str:
+    return HEADER + dump_values(tree)
+
+
+def dump_values(tree: dict[str, Any]) -> str:
+    """Without the header."""
     import yaml
 
-    return HEADER + yaml.safe_dump(tree, sort_keys=False, allow_unicode=False)
+    return str(yaml.safe_dump(tree, sort_keys=False, allow_unicode=False))
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The keys and values of a file of settings."""
-    return parse_yaml(_text(path), str(path))
+    return parse_yaml(read_text(path), str(path))
 
 
 def parse_yaml(text: str, where: str, most: int = MOST, *, quick: bool = False) -> dict[str, Any]:
@@ -47,15 +52,16 @@ def parse_yaml(text: str, where: str, most: int = MOST, *, quick: bool = False) 
     return tree
 
 
-def _text(path: str | Path) -> str:
+def read_text(path: str | Path, largest: int = LARGEST) -> str:
+    """The text of a file of settings."""
     try:
         with open(path, "rb") if _INHERITED.fullmatch(str(path)) else open_plain(path) as file:
-            raw = file.read(LARGEST + 1)
+            raw = file.read(largest + 1)
     except OSError as error:
         raise GraftuneError(
             f"cannot be read ({error.strerror})", where=str(path), fix="check the path of the settings"
         ) from None
-    if len(raw) > LARGEST:
+    if len(raw) > largest:
         raise GraftuneError(
             "is too large for a file of settings", where=str(path), fix="check the path of the settings"
         )

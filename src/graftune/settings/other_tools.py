@@ -4,7 +4,9 @@ Unsloth, Axolotl, LLaMA-Factory, TRL and transformers (TrainingArguments, SFTCon
 plain synonym, with the same meaning and the same unit, is in SAME and is taken. Every other name is in ANSWERS, with
 the sentence that says which setting does it here, or that nothing does and what to do instead; taking those too would
 turn a batch of 2 examples into 2 tokens without a word. `{name}` in an answer is one of our settings: it is shown as a
-key in a file and as a flag on the command line. Names are written with underscores and in lower case.
+key in a file and as a flag on the command line. Names are written with underscores and in lower case. `->` names the
+function of converting.py that makes settings of such a name and its value when a whole file is imported; without one
+the answer is the reason why it is left out.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Iterable
 
 _SAME = """
 base: model model_name model_name_or_path base_model pretrained_model_name_or_path model_path model_id hf_path
-revision: model_revision
+revision: model_revision revision_of_model
 seed: random_state random_seed
 rank: r lora_r lora_rank
 alpha: lora_alpha
@@ -52,38 +54,52 @@ system: system_prompt
 
 _ANSWERS = """
 batch_size per_device_train_batch_size train_batch_size micro_batch_size per_gpu_train_batch_size bs
-gradient_accumulation_steps grad_accumulation_steps accumulation_steps gradient_accumulation
-per_device_eval_batch_size eval_batch_size global_batch_size auto_find_batch_size
+gradient_accumulation_steps grad_accumulation_steps accumulation_steps gradient_accumulation -> batch
     here a batch is counted in tokens: {tokens_per_step} is what one optimizer step trains on (8 examples of 512
     tokens are 4096), and {tokens_per_micro_batch} is chosen automatically from the memory there is
-warmup_steps num_warmup_steps warmup_epochs
+per_device_eval_batch_size eval_batch_size global_batch_size auto_find_batch_size eval_accumulation_steps
+    here a batch is counted in tokens: {tokens_per_step} for an optimizer step; {tokens_per_micro_batch}, also that of
+    an evaluation, is chosen automatically from the memory there is
+warmup_steps num_warmup_steps -> warmup
     {warmup} is the share of all steps spent warming up (0.1: a tenth), not their number
-load_in_4bit quantize qlora bits bnb_4bit quantization quantization_config quantization_bit q_bits bnb_4bit_quant_type
-bnb_4bit_compute_dtype bnb_4bit_use_double_quant double_quantization bnb_config
+warmup_epochs
+    {warmup} is the share of all steps spent warming up (0.1: a tenth), not their number
+load_in_4bit quantization_bit bits q_bits -> four_bits
+    set {base_dtype} to nf4 for QLoRA (4 bits, as bitsandbytes'); left at auto it is chosen where memory is short
+quantize qlora bnb_4bit quantization quantization_config bnb_4bit_quant_type bnb_4bit_compute_dtype
+bnb_4bit_use_double_quant double_quantization bnb_config bnb_4bit_quant_storage use_bnb_nested_quant
     set {base_dtype} to nf4 for QLoRA (4 bits, as bitsandbytes'); left at auto it is chosen where memory is short
 load_in_8bit int8 gptq awq quantization_method
     there are no LLM.int8 weights here: set {base_dtype} to fp8 for 8 bits, or to nf4 for 4
-bf16 fp16 tf32 bfloat16 float16 load_in_16bit half pure_bf16 dtype torch_dtype precision mixed_precision amp
+bf16 fp16 bfloat16 float16 load_in_16bit half pure_bf16 dtype torch_dtype precision -> precision
     the precision is chosen by the device; set {compute_dtype} to bf16, fp16 or fp32 to force one
-gradient_checkpointing grad_checkpoint use_gradient_checkpointing gradient_checkpointing_kwargs activation_offloading
-activation_checkpointing offload disable_gradient_checkpointing
-    {recompute} chooses what the backward pass computes again: auto, none, selective, full or offload
+tf32 mixed_precision amp fp16_full_eval bf16_full_eval
+    the precision is chosen by the device; set {compute_dtype} to bf16, fp16 or fp32 to force one
+gradient_checkpointing grad_checkpoint use_gradient_checkpointing activation_offloading activation_checkpointing
+offload gradient_checkpointing_kwargs disable_gradient_checkpointing gradient_checkpointing_use_reentrant
+    {recompute} chooses what the backward pass computes again: auto (the least that fits), none, selective, full or
+    offload; the result is the same
 flash_attention flash_attn xformers_attention sdp_attention use_flash_attention_2 use_flash_attn attn_implementation
 flash_attention_2 eager_attention sdpa_attention
     the fastest attention kernel is chosen automatically and printed at the start; remove it
 packing sample_packing pad_to_sequence_len pad_to_max_length group_by_length neat_packing eval_sample_packing
 eval_packing multipack_real_batches padding_free packing_strategy padding
     examples are always packed, without attention between them; remove it
-train_on_inputs train_on_prompt train_on_responses_only mask_prompt assistant_only_loss mask_history
-completion_only_loss train_on_eos train_on_eot roles_to_train train_on_completions
+mask_history -> last_turn
     only responses are trained, always; {train_on} chooses which turns (assistant, last or flagged)
-optim optimizer optimizer_type optimizers use_8bit_adam adamw_8bit
+train_on_inputs train_on_prompt train_on_responses_only mask_prompt assistant_only_loss completion_only_loss
+train_on_eos train_on_eot roles_to_train train_on_completions
+    only responses are trained, always; {train_on} chooses which turns (assistant, last or flagged)
+optim optimizer optimizer_type optimizers use_8bit_adam adamw_8bit optim_args
     the optimizer is always AdamW with fp32 moments; its settings are {lr}, {beta1}, {beta2}, {eps}, {weight_decay}
 galore use_galore use_badam use_apollo loraplus_lr_ratio loraplus_lr_embedding
     that is not supported here; remove it
-report_to wandb_project wandb_entity wandb_name wandb_mode use_wandb wandb tensorboard use_tensorboard use_mlflow
-mlflow_experiment_name use_swanlab run_name comet_project_name logging_dir wandb_watch wandb_log_model use_comet
-mlflow_tracking_uri
+report_to wandb_project use_wandb wandb tensorboard use_tensorboard use_mlflow mlflow_experiment_name
+mlflow_tracking_uri -> tracker
+    {track} sends the figures to tensorboard, wandb, trackio or mlflow, into the project graftune; without it they are
+    in metrics.jsonl and loss.png in the run folder only
+wandb_entity wandb_name wandb_mode wandb_run_id use_swanlab run_name comet_project_name logging_dir wandb_watch
+wandb_log_model use_comet trackio_space_id project
     {track} sends the figures to tensorboard, wandb, trackio or mlflow, into the project graftune; without it they are
     in metrics.jsonl and loss.png in the run folder only
 logging_steps steps_per_report log_every plot_loss logging_strategy logging_first_step verbosity
@@ -97,37 +113,44 @@ ddp_find_unused_parameters context_parallel_degree gpus nproc_per_node num_proce
 device_map max_memory gpu_memory_limit low_cpu_mem_usage
     {device} chooses the device, and what fits there is planned before anything is loaded; a base that does not fit is
     held in host memory ({base_on}) or, under torchrun, divided among the GPUs ({shard_base})
-finetuning_type fine_tune_type training_type peft_type peft use_peft use_lora lora full_finetuning
+finetuning_type fine_tune_type use_peft use_lora full_finetuning get_peft_model -> method
     {method} chooses what trains: lora (also over 4-bit weights, {base_dtype} nf4), full or scratch
-stage do_train do_eval do_predict rl rlhf task_type trainer
+training_type peft_type peft lora
+    {method} chooses what trains: lora (also over 4-bit weights, {base_dtype} nf4), full or scratch
+stage rl rlhf trainer -> stage
+    supervised fine-tuning is what train does; remove it
+do_train do_eval do_predict task_type predict_with_generate
     supervised fine-tuning is what train does; remove it
 dpo_beta pref_beta pref_loss simpo_gamma kto_desirable_weight reward_funcs reward_model
     preference training (DPO, KTO, ORPO, GRPO) is not supported yet; supervised fine-tuning is what train does
-dataset datasets dataset_name dataset_dir hf_dataset pretraining_dataset data_files
+dataset datasets dataset_name dataset_dir hf_dataset pretraining_dataset data_files media_dir
     {data} takes a file, a folder, a glob or a Hub data set (owner/name); for several, write
     data: [{path: owner/name, split: train, weight: 2}] in a YAML file
 type format data_format dataset_format formatting formatting_func field_messages message_property_mappings
 prompt_feature completion_feature text_feature chat_feature columns input_column output_column dataset_text_field
 prompt_column response_column text_column field_instruction field_output
     the format of the rows is recognised automatically; where columns have other names, use {map}
-dataset_config_name dataset_split train_split split subset dataset_num_proc
+dataset_config dataset_config_name dataset_train_split dataset_test_split dataset_split train_split split subset
+dataset_num_proc dataset_streaming
     write the source in a file as data: [{path: owner/name, split: train, subset: main}]
-chat_template chat_template_jinja prompt_template prompt_style conversation_template
+chat_template chat_template_jinja chat_template_path prompt_template prompt_style conversation_template -> template
     the model's own chat template is used; {template} takes a Jinja file instead
 default_system default_system_message
     put a system turn into the rows of {data}
-enable_thinking thinking reasoning_effort
+enable_thinking thinking reasoning_effort -> template_variable
     give it to the template with {template_vars}, as enable_thinking=false
-val_set_size val_size test_size validation_split eval_split validation_ratio
+val_set_size val_size test_size validation_split eval_split validation_ratio -> val_split
     {val_split} is the share of the data held out for validation (0.1: a tenth), not a number of rows
-max_samples max_train_samples val_batches num_samples
+max_samples max_train_samples val_batches num_samples interleave_probs mix_strategy
     there is no limit on rows: {max_steps} ends the run early, {eval_examples} limits validation
 adapter_path
     {out} is the folder that a run is written to, {adapter} an adapter to continue from
 resume_from_checkpoint resume_checkpoint auto_resume_from_checkpoints overwrite_output_dir
     continue a run with graftune train --resume RUN
+lora_target_linear -> all_linear
+    adapters are on all layers; {targets} chooses the projections
 num_layers lora_layers layers_to_transform layers_pattern layers finetune_last_n_layers lora_layers_to_transform
-lora_target_linear finetune_language_layers finetune_attention_modules finetune_mlp_modules
+finetune_language_layers finetune_attention_modules finetune_mlp_modules finetune_vision_layers
     adapters are on all layers; {targets} chooses the projections
 save_strategy eval_strategy evaluation_strategy evals_per_epoch saves_per_epoch save_on_each_node
     {save_every}, {save_minutes} and {eval_every} say how often; each epoch is saved and evaluated anyway
@@ -144,9 +167,13 @@ modules_to_save lora_modules_to_save additional_target train_embeddings
     {method} full
 bias lora_bias
     projections of adapters have no bias here (PEFT's bias: none); remove it
-special_tokens add_special_tokens tokens additional_special_tokens add_tokens resize_vocab
+tokens additional_special_tokens add_tokens -> new_tokens
     {new_tokens} adds tokens and trains their rows; the tokenizer's own special tokens are used as they are
-init_lora_weights lora_init pissa_init loftq_config loftq peft_init_lora_weights
+special_tokens add_special_tokens resize_vocab eos_token pad_token
+    {new_tokens} adds tokens and trains their rows; the tokenizer's own special tokens are used as they are
+init_lora_weights lora_init peft_init_lora_weights -> init
+    {init} is kaiming (PEFT's default) or gaussian; PiSSA and LoftQ are not supported
+pissa_init loftq_config loftq
     {init} is kaiming (PEFT's default) or gaussian; PiSSA and LoftQ are not supported
 use_dora dora peft_use_dora lora_dora use_vera
     DoRA is not supported here: use {rank} and {targets} to give plain LoRA more capacity
@@ -154,7 +181,9 @@ neftune_noise_alpha noisy_embedding_alpha
     NEFTune's noise is not supported here; {dropout} is there against overfitting
 scale lora_scale lora_scaling lora_parameters
     the product is scaled by alpha/rank: set {alpha} to the scale times {rank}
-lr_scheduler_kwargs cosine_min_lr_ratio cosine_constant_lr_ratio
+lr_scheduler_kwargs cosine_min_lr_ratio -> least_lr
+    {schedule} is cosine, linear or constant, going down to {min_lr}
+cosine_constant_lr_ratio
     {schedule} is cosine, linear or constant, going down to {min_lr}
 data_seed
     {seed} covers the split, the shuffle, the adapters and dropout
@@ -166,35 +195,49 @@ lora_mlp_kernel lora_qkv_kernel lora_o_kernel torch_compile label_smoothing_fact
 dataloader_num_workers preprocessing_num_workers dataset_processes num_workers num_proc
     data is read and encoded on all cores automatically; {threads} limits the CPU threads
 dataloader_pin_memory dataset_prepared_path overwrite_cache dataloader_prefetch_factor streaming
+dataloader_drop_last shuffle_merged_datasets remove_unused_columns preprocessing_batch_size
     encoded data is cached automatically; GRAFTUNE_CACHE says where
 trust_remote_code
     no code from a model's repository is ever run; remove it
-no_cuda use_cpu use_mps_device use_ipex cpu cuda gpu
+no_cuda use_cpu -> cpu
+    {device} chooses it: auto, cpu, cuda, cuda:N, xpu or mps
+use_mps_device use_ipex cpu cuda gpu
     {device} chooses it: auto, cpu, cuda, cuda:N, xpu or mps
 model_type tokenizer_type tokenizer_name tokenizer config_name model_max_position is_llama_derived_model
+tokenizer_use_fast is_mistral_derived_model is_falcon_derived_model use_fast_tokenizer processing_class
     family and tokenizer are read from the base; remove it
 rope_scaling rope_theta sliding_window
     positions are as in the base's own configuration; remove it
+formatting_func compute_metrics data_collator callbacks preprocess_logits_for_metrics plugins
+    code of your own is not called here; {map} names columns, and the rows go through the model's chat template
+fast_inference gpu_memory_utilization max_lora_rank float8_kv_cache
+    answers are computed here, not by vLLM; remove it
 train test
     graftune train trains and graftune eval RUN DATA evaluates; remove it
 rate lr_rate
     the learning rate is {lr}
 """
 
+# Names that are ours too and mean something else there: used when a file of that tool is imported.
+_CLASHES = """
+adapter -> adapter_kind
+    {method} chooses what trains
+template -> template
+    the model's own chat template is used; {template} takes a Jinja file instead
+strict
+    weights that do not fit the base are always refused; {strict} is about rows of the data
+"""
 
-def _read(text: str) -> dict[str, str]:
-    """Lines of names, then indented lines with what is said of all of them."""
+
+def _read(text: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Lines of names, then indented lines with what is said of all of them; and the functions that convert them."""
     found: dict[str, str] = {}
-    names: list[str] = []
-    answering = False
-    for line in text.strip("\n").split("\n"):
-        if line.startswith(" "):
-            answering = True
-            found |= {name: f"{found.get(name, '')} {line.strip()}".strip() for name in names}
-        else:
-            names = [*([] if answering else names), *line.split()]
-            answering = False
-    return found
+    functions: dict[str, str] = {}
+    for head, answer in re.findall(r"((?:^[^ \n].*\n)+)((?:^ .*\n)+)", text, re.M):
+        names, _, function = head.partition("->")
+        found |= dict.fromkeys(names.split(), " ".join(answer.split()))
+        functions |= dict.fromkeys(names.split() if function else [], function.strip())
+    return found, functions
 
 
 def _named(text: str) -> list[tuple[str, list[str]]]:
@@ -203,7 +246,8 @@ def _named(text: str) -> list[tuple[str, list[str]]]:
     return [(name, names.split()) for line in lines for name, _, names in [line.partition(":")]]
 
 
-ANSWERS = _read(_ANSWERS)
+ANSWERS, CONVERTED_BY = _read(_ANSWERS)
+CLASHES, CLASHES_CONVERTED_BY = _read(_CLASHES)
 SAME = {name: ours for ours, names in _named(_SAME) for name in names}
 _SIGNS = """
 axolotl: base_model datasets sequence_len micro_batch_size num_epochs sample_packing lora_target_linear lr_scheduler

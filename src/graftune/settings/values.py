@@ -163,12 +163,12 @@ def _pairs(name: str, text: str, kind: Any, where: str, how: str) -> dict[str, A
             raise GraftuneError(f"{name}: {shown(part.strip())} is not of the form key=value", where=where, fix=how)
         if key in found:
             raise GraftuneError(f"{name}: {key} is given twice", where=where, fix="give it once")
-        found[key] = value if kind is str else _scalar(value)
+        found[key] = value if kind is str else scalar(value)
     return found
 
 
-def _scalar(text: str) -> Any:
-    """The value of a flag's `key=value`: true, false, null and numbers are what they look like, all else is text."""
+def scalar(text: str) -> Any:
+    """The value of a flag: true, false, null and numbers are what they look like, all else is text."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     for kind in (int, float):

@@ -1,0 +1,332 @@
+"""Converts another tool's settings into ours: what is taken, from which name, and what is left out and why.
+
+Names and reasons are in other_tools.py, which answers mistyped settings too; here are the functions that it names, for
+values that need more than another name. A setting that the file does not give has the other tool's default, where that
+differs from ours: the run is to be the same. Data is converted by tool_data.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from graftune.errors import GraftuneError
+from graftune.settings import other_tools
+from graftune.settings.config import TARGET_SHORTHANDS, TARGETS, Config, leaves
+from graftune.settings.tool_data import DATA_NAMES, convert_data
+from graftune.settings.tool_files import ToolFile, preference
+
+TITLES = {"axolotl": "Axolotl", "llama-factory": "LLaMA-Factory", "trl": "TRL", "unsloth": "Unsloth"}
+MANY_EPOCHS = 1000.0
+MEAN_LENGTH = 512  # tokens of a sequence, assumed where sequences are not packed
+_ALL = {"val_split": 0.0, "patience": 0, "min_lr": 0.0, "weight_decay": 0.0}
+_TRAINER = {"lr": 2e-5, "epochs": 3.0, "schedule": "linear", "warmup": 0.0, "per_device_train_batch_size": 8}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "axolotl": {"method": "full", "epochs": 1.0, "schedule": "cosine", "warmup": 0.03, "max_seq_len": 512} | _ALL,
+    "llama-factory": _TRAINER | {"lr": 5e-5, "rank": 8, "max_seq_len": 2048} | _ALL,
+    "trl": _TRAINER
+    | {"method": "full", "rank": 16, "alpha": 32.0, "dropout": 0.05, "targets": "qv", "max_seq_len": 1024}
+    | _ALL,
+    "unsloth": _TRAINER
+    | {"base_dtype": "nf4", "method": "full", "rank": 16, "alpha": 16.0, "max_seq_len": 2048}
+    | _ALL,
+}
+_OF_LORA = ("rank", "alpha", "dropout", "targets")
+_SCHEDULES = {
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "linear": "linear",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
+_DTYPES = {
+    **dict.fromkeys(("bf16", "bfloat16", "pure_bf16"), "bf16"),
+    **dict.fromkeys(("fp16", "float16", "half"), "fp16"),
+    **dict.fromkeys(("fp32", "float32", "float"), "fp32"),
+}
+_TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
+
+
+@dataclass
+class Conversion:
+    """`settings`: ours, with a comment each. `assumed`: what was assumed and may change the result. `left_out`: names
+    and reasons. `off`: names that are switched off or empty in the file."""
+
+    file: ToolFile
+    settings: dict[str, Any] = field(default_factory=dict)
+    comments: dict[str, str] = field(default_factory=dict)
+    assumed: list[str] = field(default_factory=list)
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+    off: list[str] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        return TITLES[self.file.tool]
+
+    def put(self, ours: str, value: Any, name: str, assumed: str = "") -> None:
+        """Take a setting. A value that is not allowed here, or contradicts one before it, is left out instead."""
+        try:
+            Config.of({ours: value})
+        except GraftuneError as error:
+            self.leave(name, f"{error.what}; {error.fix}")
+            return
+        if ours in self.settings:
+            if self.settings[ours] != value:
+                self.leave(name, f"{ours} is {self.settings[ours]} already, from {self.comments[ours]}")
+            return
+        self.settings[ours], self.comments[ours] = value, f"{name}: {assumed}" if assumed else name
+        if assumed:
+            self.assumed.append(f"{ours} is {value}, from {name}: {assumed}")
+
+    def leave(self, name: str, reason: str = "") -> None:
+        name = str(name)
+        reason = reason or other_tools.CLASHES.get(other_tools.plain(name), "").replace("{", "").replace("}", "")
+        reason = reason or other_tools.answer(name, flags=False) or "graftune has no such setting"
+        self.left_out.append((name, reason.removesuffix("; remove it")))
+
+
+def convert(file: ToolFile) -> Conversion:
+    """All settings of a file that have a counterpart, and the reasons why others have none."""
+    result = Conversion(file, left_out=list(file.left_out))
+    ours = {leaf.name for leaf in leaves()}
+    for name, value in file.given.items():
+        plain = other_tools.plain(str(name))
+        function = other_tools.CLASHES_CONVERTED_BY.get(plain) or other_tools.CONVERTED_BY.get(plain)
+        same = plain if plain in ours else other_tools.same(plain)
+        if plain in DATA_NAMES[file.tool] or function in ("batch", "warmup"):
+            continue
+        if value in (None, "", [], {}) or (value is False and plain not in _MEANT_FALSE):
+            result.off.append(name)
+        elif function:
+            _FUNCTIONS[function](result, name, value)
+        elif plain in other_tools.CLASHES or same not in ours:
+            result.leave(name)
+        else:
+            _put_same(result, str(same), name, value)
+    convert_data(result)
+    _steps(result)
+    _add_defaults(result)
+    Config.of(result.settings)
+    return result
+
+
+def _put_same(result: Conversion, ours: str, name: str, value: Any) -> None:
+    """A name with the same meaning; some values are spelled differently."""
+    if ours == "schedule":
+        if str(value) not in _SCHEDULES:
+            result.leave(name, f"{value} is not one of cosine, linear and constant; {ours} is left at cosine")
+            return
+        if value == "constant":
+            result.put("warmup", 0.0, name)  # the one without a warm-up
+        value = _SCHEDULES[str(value)]
+    elif ours == "targets":
+        given = [str(target).strip() for target in (value if isinstance(value, list) else str(value).split(","))]
+        given = ["all_linear" if target in ("all", "all-linear") else target for target in given]
+        known = [target for target in given if target in (*TARGETS, *TARGET_SHORTHANDS)]
+        if len(known) < len(given):
+            result.leave(name, f"no adapter is trained on {', '.join(t for t in given if t not in known)}")
+        if not known:
+            return
+        value = ",".join(known)
+    elif ours in ("max_steps", "eval_every", "save_every", "threads") and isinstance(value, int | float) and value < 0:
+        result.off.append(name)  # -1: no limit
+        return
+    elif ours in ("out", "base", "adapter", "revision") and isinstance(value, list):
+        value = value[0]
+    result.put(ours, value, name)
+
+
+# The functions that other_tools.py names: each takes one name with its value.
+
+
+def _four_bits(result: Conversion, name: str, value: Any) -> None:
+    if value is True or value == 4:
+        result.put("base_dtype", "nf4", name)
+    else:
+        result.leave(name)
+
+
+def _precision(result: Conversion, name: str, value: Any) -> None:
+    asked = other_tools.plain(name) if value is True or value == "full" else str(value).removeprefix("torch.")
+    if asked in _DTYPES:
+        result.put("compute_dtype", _DTYPES[asked], name)
+    elif asked == "auto":
+        result.off.append(name)
+    else:
+        result.leave(name)
+
+
+def _last_turn(result: Conversion, name: str, value: Any) -> None:
+    result.put("train_on", "last", name)
+
+
+def _tracker(result: Conversion, name: str, value: Any) -> None:
+    plain = other_tools.plain(name)
+    asked = [str(one) for one in (value if isinstance(value, list) else [value])] if plain == "report_to" else [plain]
+    known = [tracker for one in asked for tracker in _TRACKERS if tracker in one]
+    if known:
+        result.put("track", known[0], name)
+    elif asked == ["none"]:
+        result.off.append(name)
+    if asked != ["none"] and len(known) < len(asked):
+        result.leave(name)
+
+
+def _method(result: Conversion, name: str, value: Any) -> None:
+    if value is True or value is False:
+        full = value is (other_tools.plain(name) == "full_finetuning")
+        result.put("method", "full" if full else "lora", name)
+    elif value in ("lora", "full"):
+        result.put("method", value, name)
+    else:
+        result.leave(name, f"{value} does not exist here; {other_tools.answer(name, flags=False)}")
+
+
+def _adapter_kind(result: Conversion, name: str, value: Any) -> None:
+    """Axolotl's `adapter: qlora`; a folder is an adapter to continue from, as here."""
+    if value in ("lora", "qlora"):
+        result.put("method", "lora", f"{name}: {value}")
+        if value == "qlora":
+            result.put("base_dtype", "nf4", f"{name}: {value}")
+    else:
+        result.put("adapter", value, name)
+
+
+def _stage(result: Conversion, name: str, value: Any) -> None:
+    if value not in ("sft", "pt", True):
+        raise preference(f"{name}: {value}", result.file.path)
+    result.leave(name)
+
+
+def _template(result: Conversion, name: str, value: Any) -> None:
+    if isinstance(value, str) and value.endswith((".jinja", ".jinja2", ".j2")) and len(value) < 1000:
+        result.put("template", value, name)
+    else:
+        result.leave(name)
+
+
+def _template_variable(result: Conversion, name: str, value: Any) -> None:
+    variables = dict(result.settings.pop("template_vars", {}))
+    result.put("template_vars", {**variables, other_tools.plain(name): value}, name)
+
+
+def _val_split(result: Conversion, name: str, value: Any) -> None:
+    if isinstance(value, int | float) and value < 1:
+        result.put("val_split", float(value), name)
+    else:
+        result.leave(name)
+
+
+def _all_linear(result: Conversion, name: str, value: Any) -> None:
+    if "targets" not in result.settings:
+        result.put("targets", "all_linear", name)
+
+
+def _new_tokens(result: Conversion, name: str, value: Any) -> None:
+    result.put("new_tokens", value if isinstance(value, list) else str(value).split(","), name)
+
+
+def _init(result: Conversion, name: str, value: Any) -> None:
+    if value in (True, "gaussian"):
+        result.put("init", "kaiming" if value is True else value, name)
+    else:
+        result.leave(name)
+
+
+def _least_lr(result: Conversion, name: str, value: Any) -> None:
+    rate = result.file.given.get("learning_rate")
+    if isinstance(value, dict) and isinstance(value.get("min_lr"), int | float | str):
+        result.put("min_lr", value["min_lr"], f"{name}: min_lr")
+        return
+    share = value.get("min_lr_rate") if isinstance(value, dict) else value
+    try:
+        result.put("min_lr", float(str(share)) * float(str(rate)), f"{name} x learning_rate")
+    except ValueError:
+        result.leave(name)
+
+
+def _cpu(result: Conversion, name: str, value: Any) -> None:
+    result.put("device", "cpu", name)
+
+
+_FUNCTIONS: dict[str, Callable[[Conversion, str, Any], None]] = {
+    "adapter_kind": _adapter_kind,
+    "all_linear": _all_linear,
+    "cpu": _cpu,
+    "four_bits": _four_bits,
+    "init": _init,
+    "last_turn": _last_turn,
+    "least_lr": _least_lr,
+    "method": _method,
+    "new_tokens": _new_tokens,
+    "precision": _precision,
+    "stage": _stage,
+    "template": _template,
+    "template_variable": _template_variable,
+    "tracker": _tracker,
+    "val_split": _val_split,
+}
+_MEANT_FALSE = {"use_peft", "use_lora", "enable_thinking", "thinking"}  # names whose `false` is a setting
+
+
+# What several names decide together.
+
+
+def _steps(result: Conversion) -> None:
+    """Batch sizes in sequences -> tokens_per_step, and warm-up steps -> a share of all steps."""
+    if result.settings.get("max_steps"):
+        if "epochs" in result.settings:
+            result.leave(result.comments["epochs"], "max_steps overrides it there")
+        result.settings["epochs"], result.comments["epochs"] = MANY_EPOCHS, "max_steps decides alone there"
+    sizes: dict[str, int] = {}
+    for name, value in result.file.given.items():
+        function = other_tools.CONVERTED_BY.get(other_tools.plain(str(name)))
+        if function == "batch" and isinstance(value, int) and value > 0:
+            sizes[name] = value
+        elif function == "warmup":
+            _warmup(result, name, value)
+        elif function == "batch":
+            result.leave(name)
+    default = _DEFAULTS[result.file.tool].get("per_device_train_batch_size", 1)
+    if not any("batch" in name for name in sizes) and default > 1:
+        sizes = {f"{result.title}'s default per_device_train_batch_size": default, **sizes}
+    if not sizes:
+        return
+    sequences = 1
+    for size in sizes.values():
+        sequences *= size
+    longest = result.settings.get("max_seq_len") or _DEFAULTS[result.file.tool]["max_seq_len"]
+    packs = [name for name in ("packing", "sample_packing", "neat_packing") if result.file.given.get(name) is True]
+    length = longest if packs else min(MEAN_LENGTH, longest)
+    shown = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    what = f"{sequences} sequences of {length} tokens"
+    why = "full since they are packed there" if packs else "an assumed mean length (graftune data shows yours)"
+    result.put("tokens_per_step", max(8, sequences * length), shown, f"{what}, {why}; times the number of GPUs there")
+
+
+def _warmup(result: Conversion, name: str, value: Any) -> None:
+    steps = result.settings.get("max_steps", 0)
+    if value in (None, 0):
+        result.off.append(name)
+    elif isinstance(value, float) and value < 1:
+        result.put("warmup", value, name)
+    elif isinstance(value, int) and steps:
+        result.put("warmup", min(1.0, round(value / steps, 4)), f"{name} {value} of max_steps {steps}")
+    elif "warmup" not in result.settings:
+        reason = "here it is a share of all steps, whose number only the data decides; warmup is left at 0.1"
+        result.leave(name, reason)
+        result.settings["warmup"], result.comments["warmup"] = 0.1, f"instead of {name}"
+
+
+def _add_defaults(result: Conversion) -> None:
+    """The other tool's defaults where they differ from ours."""
+    ours, defaults = Config().flat(), _DEFAULTS[result.file.tool]
+    method = result.settings.get("method", defaults.get("method", "lora"))
+    for name, value in defaults.items():
+        given = name in result.settings or name not in ours
+        if given or (name in _OF_LORA and method != "lora") or (name == "val_split" and "eval_data" in result.settings):
+            continue
+        unquantised = method == "full" or any("load_in" in key for key in result.file.given)
+        if value != ours[name] and not (name == "base_dtype" and unquantised):
+            result.put(name, value, f"{result.title}'s default")

@@ -1,0 +1,211 @@
+"""Converts another tool's data settings into `data`, `eval_data` and `map`.
+
+Each tool names its data in its own way: Axolotl as a list of sources with a type each, LLaMA-Factory by names that
+dataset_info.json explains, TRL and Unsloth scripts as a data set on the Hub or the files of load_dataset. The format of
+the rows is recognised here; only columns with names of their own go into a map.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graftune.settings import other_tools
+from graftune.settings.recognise import DATA_ENDINGS, PACKED
+from graftune.settings.tool_files import preference, read_object
+
+if TYPE_CHECKING:
+    from graftune.settings.converting import Conversion
+
+_TRL = (
+    *("dataset_name", "dataset_config", "dataset_config_name", "dataset_train_split", "dataset_test_split"),
+    *("data_files", "datasets", "dataset_text_field"),
+)
+# The names that are converted here.
+DATA_NAMES: dict[str, tuple[str, ...]] = {
+    "axolotl": ("datasets", "test_datasets", "pretraining_dataset"),
+    "llama-factory": ("dataset", "eval_dataset", "dataset_dir"),
+    "trl": _TRL,
+    "unsloth": _TRL,
+}
+MISSING_BASE, MISSING_DATA = "./YOUR_BASE", "./YOUR_DATA.jsonl"
+_CHATS = ("messages", "conversations", "conversation")
+_LOADERS = ("json", "csv", "parquet", "text", "pandas")  # load_dataset's names for kinds of files
+# The columns of a source of Axolotl's or LLaMA-Factory's, and our names for them.
+_FIELDS = {
+    **{"field_messages": "messages", "field_instruction": "instruction", "field_input": "input"},
+    **{"field_output": "output", "field_system": "system", "field_tools": "tools", "field": "text"},
+}
+_COLUMNS = {
+    **{"prompt": "instruction", "query": "input", "response": "output", "messages": "messages"},
+    **{"system": "system", "tools": "tools", "history": "history"},
+}
+_TAGS = {"role_tag": ("from", "role"), "content_tag": ("value", "content")}
+_PROMPTS = "rows go through the model's chat template, not through the prompt text of that type"
+
+
+def convert_data(result: Conversion) -> None:
+    """Put `data`, `eval_data` and `map`. A placeholder stands where the file names no base or no data: an empty value
+    would train the bundled model on the bundled sample."""
+    {"axolotl": _axolotl, "llama-factory": _llama_factory}.get(result.file.tool, _trl)(result)
+    for name, placeholder in (("base", MISSING_BASE), ("data", MISSING_DATA)):
+        if name not in result.settings and not (name == "base" and "adapter" in result.settings):
+            result.put(name, placeholder, "not in the file", "write the path or the Hub name in its place")
+
+
+def _put_sources(result: Conversion, ours: str, sources: list[dict[str, Any]], name: str) -> None:
+    if sources:
+        plain = len(sources) == 1 and set(sources[0]) == {"path"}
+        result.put(ours, sources[0]["path"] if plain else sources, name)
+
+
+def _source(path: str, split: Any = "", subset: Any = "", renamed: dict[str, str] | None = None) -> dict[str, Any]:
+    """`split`: only a data set on the Hub has one, and train is taken anyway."""
+    local = Path(path).expanduser().exists() or path.endswith((*DATA_ENDINGS, *PACKED))
+    entry: dict[str, Any] = {"path": path}
+    if isinstance(split, str) and split not in ("", "train") and not local:
+        entry["split"] = split
+    if isinstance(subset, str) and subset and not local:
+        entry["subset"] = subset
+    renamed = renamed or {}
+    if any(ours != theirs and not (ours == "messages" and theirs in _CHATS) for ours, theirs in renamed.items()):
+        entry["map"] = renamed
+    return entry
+
+
+def _unsliced(result: Conversion, name: str, split: Any) -> Any:
+    """train[:10%] -> train."""
+    if not isinstance(split, str) or "[" not in split:
+        return split
+    result.leave(name, f"a slice of a split ({split}) does not exist here; the whole split is taken")
+    return split.split("[")[0]
+
+
+def _paths(entry: dict[str, Any], name: str = "path") -> list[str]:
+    """The files that load_dataset would read, or the data set's own name."""
+    path, files = entry.get(name), entry.get("data_files")
+    if isinstance(files, dict):
+        files = files.get("train")
+    files = [files] if isinstance(files, str) else files
+    if isinstance(files, list) and files and (path in _LOADERS or path is None):
+        return [str(file) for file in files]
+    return [path] if isinstance(path, str) and path else []
+
+
+# Axolotl
+
+
+def _axolotl(result: Conversion) -> None:
+    given = result.file.given
+    for name, ours in (("datasets", "data"), ("pretraining_dataset", "data"), ("test_datasets", "eval_data")):
+        entries = given.get(name) or []
+        sources: list[dict[str, Any]] = []
+        for place, entry in enumerate(entries if isinstance(entries, list) else [entries], 1):
+            entry = {"path": entry} if isinstance(entry, str) else entry
+            if isinstance(entry, dict):
+                sources += _axolotl_source(result, entry, f"{name}[{place}]", text=name == "pretraining_dataset")
+        _put_sources(result, ours, sources, name)
+
+
+def _axolotl_source(result: Conversion, entry: dict[str, Any], shown: str, text: bool) -> list[dict[str, Any]]:
+    kind, renamed = entry.get("type"), dict[str, str]()
+    fields = {**entry, **kind} if isinstance(kind, dict) else entry
+    for name, value in fields.items():
+        if name in _FIELDS and isinstance(value, str):
+            renamed[_FIELDS[name]] = value
+        elif name == "message_property_mappings" and isinstance(value, dict):
+            _check_tags(result, f"{shown}.{name}", {"role_tag": value.get("role"), "content_tag": value.get("content")})
+        elif name in ("message_field_role", "message_field_content"):
+            _check_tags(result, f"{shown}.{name}", {name.replace("message_field_", "") + "_tag": value})
+        elif name not in ("path", "name", "split", "data_files", "ds_type", "type", "revision", "text_column"):
+            result.leave(f"{shown}.{name}", _PROMPTS if name in ("format", "no_input_format") else _reason(name))
+    if isinstance(entry.get("text_column"), str) and text:
+        renamed["text"] = entry["text_column"]
+    if isinstance(kind, str) and kind.split(".")[0] not in ("chat_template", "sharegpt", "completion", "pretrain"):
+        result.leave(f"{shown}.type", f"{kind}: the format is recognised by the columns, and {_PROMPTS}")
+    split = _unsliced(result, f"{shown}.split", entry.get("split"))
+    found = [_source(path, split, entry.get("name"), renamed) for path in _paths(entry)]
+    if isinstance(entry.get("revision"), str):
+        found = [{**source, "revision": entry["revision"]} for source in found]
+    if not found:
+        result.leave(shown, "it names no path")
+    return found
+
+
+def _reason(name: str) -> str:
+    said = other_tools.answer(str(name), flags=False)
+    return said.removesuffix("; remove it") if said else "a source has no such setting here"
+
+
+def _check_tags(result: Conversion, shown: str, tags: dict[str, Any]) -> None:
+    """Turns are read as role/content and as from/value; other keys have to be renamed in the rows."""
+    for name, value in tags.items():
+        if value is not None and name in _TAGS and value not in _TAGS[name]:
+            result.leave(shown, f"turns are read as role/content or from/value: rename {value!r} in the rows")
+
+
+# LLaMA-Factory
+
+
+def _llama_factory(result: Conversion) -> None:
+    given = result.file.given
+    folder = given.get("dataset_dir")
+    folders = [Path(folder)] if isinstance(folder, str) else [Path("data")]
+    folders += [Path(result.file.path).parent / one for one in folders if not one.is_absolute()]
+    found = next((one for one in folders if (one / "dataset_info.json").is_file()), folders[0])
+    known = read_object(found / "dataset_info.json") or {}
+    for name, ours in (("dataset", "data"), ("eval_dataset", "eval_data")):
+        value = given.get(name) or []
+        names = value if isinstance(value, list) else [part.strip() for part in str(value).split(",")]
+        sources = [_listed(result, str(one), known.get(str(one)), found, name) for one in names]
+        _put_sources(result, ours, sources, f"{name}, by {found / 'dataset_info.json'}" if known else name)
+
+
+def _listed(result: Conversion, name: str, info: Any, folder: Path, key: str) -> dict[str, Any]:
+    """One data set by its entry in dataset_info.json."""
+    if not isinstance(info, dict):
+        if "/" not in name and not Path(name).exists():
+            reason = f"{name} is not in {folder / 'dataset_info.json'}: write its file or Hub name in its place"
+            result.assumed.append(f"{key}: {reason}")
+        return _source(name)
+    columns, tags = ({**value} if isinstance(value := info.get(key), dict) else {} for key in ("columns", "tags"))
+    if info.get("ranking") or "kto_tag" in columns:
+        raise preference(f"the data set {name}", result.file.path)
+    _check_tags(result, f"{name}.tags", tags)
+    for other in ("num_samples", "script_url", "ms_hub_url", "om_hub_url", "folder"):
+        if info.get(other):
+            result.leave(f"{name}.{other}", _reason(other))
+    renamed = {_COLUMNS[theirs]: str(column) for theirs, column in columns.items() if theirs in _COLUMNS and column}
+    for theirs in columns:
+        if theirs not in _COLUMNS:
+            result.leave(f"{name}.columns.{theirs}", "images, audio and video are not trained here")
+    path = str(info.get("hf_hub_url") or folder / str(info.get("file_name") or name))
+    return _source(path, info.get("split"), info.get("subset"), renamed)
+
+
+# TRL and Unsloth
+
+
+def _trl(result: Conversion) -> None:
+    given = result.file.given
+    subset = given.get("dataset_config") or given.get("dataset_config_name")
+    split = _unsliced(result, "dataset_train_split", given.get("dataset_train_split"))
+    column, renamed = given.get("dataset_text_field"), dict[str, str]()
+    if isinstance(column, str) and (result.file.makes_columns or given.get("formatting_func")):
+        result.leave("dataset_text_field", "the script makes that column itself; the columns of the file are read")
+    elif isinstance(column, str) and column != "text":
+        renamed["text"] = column
+    sources = [_source(path, split, subset, renamed) for path in _paths(given, "dataset_name")]
+    mixture = given.get("datasets")
+    for place, entry in enumerate(mixture if isinstance(mixture, list) else [], 1):
+        if isinstance(entry, dict):
+            sources += [_source(path, entry.get("split"), entry.get("name")) for path in _paths(entry)]
+            others = [name for name in entry if name not in ("path", "name", "split", "data_files")]
+            for name in others:
+                result.leave(f"datasets[{place}].{name}", _reason(name))
+    _put_sources(result, "data", sources, "dataset_name" if _paths(given, "dataset_name") else "datasets")
+    test, evaluates = given.get("dataset_test_split"), given.get("eval_strategy") not in (None, "no", False)
+    if isinstance(test, str) and sources and evaluates and _source(sources[0]["path"], test).get("split"):
+        _put_sources(result, "eval_data", [{**sources[0], "split": test}], "dataset_test_split")
+    elif isinstance(test, str):
+        result.leave("dataset_test_split", "nothing is evaluated there, or the data has no splits")

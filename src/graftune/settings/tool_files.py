@@ -1,0 +1,258 @@
+"""Reads the settings of another tool's file: YAML, JSON, a shell command line, or a Python script or notebook.
+
+A script is parsed and never run. Its settings are the keyword arguments of the calls that every such script has
+(from_pretrained, get_peft_model, SFTConfig ...), with literal values or names to which the script assigns one. A value
+that only running the script would give is reported as such.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from graftune.errors import GraftuneError
+from graftune.io.json_file import NotJson, parse_json, read_json
+from graftune.io.yaml_file import read_text, read_yaml
+from graftune.settings import other_tools
+from graftune.settings.values import scalar
+
+LARGEST_SCRIPT = 16 << 20  # bytes: a notebook has its images inside
+COMPUTED = "its value is computed when the script runs; set it by hand"
+# Calls whose keyword arguments are settings, and the names of the arguments that may come without one.
+_CALLS = {
+    "from_pretrained": ("model_name",),
+    "get_peft_model": ("model",),
+    "load_dataset": ("dataset_name", "dataset_config"),
+    "get_chat_template": ("tokenizer", "chat_template"),
+    "train_on_responses_only": ("trainer",),
+    **dict.fromkeys(("SFTConfig", "TrainingArguments", "UnslothTrainingArguments"), ("output_dir",)),
+    **dict.fromkeys(("SFTTrainer", "UnslothTrainer", "LoraConfig", "BitsAndBytesConfig"), ("model",)),
+}
+_RENAMED = {"name": "dataset_config", "path": "dataset_name", "split": "dataset_train_split"}  # of load_dataset
+# Objects that are passed from one call to another.
+_OBJECTS = {
+    *("model", "tokenizer", "processing_class", "args", "trainer", "train_dataset", "eval_dataset", "peft_config"),
+    *("quantization_config", "bnb_config", "instruction_part", "response_part", "token", "mapping", "return_tensors"),
+}
+_PREFERENCE = {f"{name}Trainer" for name in ("DPO", "KTO", "ORPO", "GRPO", "PPO", "CPO", "RLOO", "Reward")}
+_COMMANDS = {("trl", "sft"), ("llamafactory-cli", "train"), ("lmf", "train")}
+_OTHER_COMMANDS = {"dpo", "kto", "orpo", "grpo", "ppo", "rloo", "reward", "cpo"}
+
+
+@dataclass
+class ToolFile:
+    """`given`: names and values, in the file's order. `left_out`: what could not be read, with the reason."""
+
+    path: str
+    tool: str
+    given: dict[str, Any] = field(default_factory=dict)
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+    makes_columns: bool = False  # a script that changes its rows before it trains
+
+    def put(self, name: str, value: Any) -> None:
+        """The first of several values is taken."""
+        if self.given.setdefault(name, value) != value:
+            self.left_out.append((name, f"it is given again as {value!r}, and the first value is taken"))
+
+
+def read_tool_file(path: str, tool: str | None = None) -> ToolFile:
+    """`tool`: the one that the user named; None: recognised by the names in the file."""
+    ending = Path(path).suffix.lower()
+    if ending in (".py", ".ipynb"):
+        found = _script(path)
+    elif ending in (".yaml", ".yml", ".json"):
+        found = ToolFile(path, "", dict(_object(path) if ending == ".json" else read_yaml(path)))
+    else:
+        found = _command_line(path)
+    found.tool = tool or found.tool or other_tools.tool_of(found.given) or ""
+    if not found.tool:
+        raise GraftuneError(
+            "has no setting by which its tool could be recognised",
+            where=path,
+            fix="say which tool it is for with `--from`: axolotl, llama-factory, trl or unsloth",
+        )
+    return found
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None if there is none that can be read."""
+    try:
+        value = read_json(path)
+    except (OSError, NotJson, GraftuneError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _object(path: str) -> dict[str, Any]:
+    try:
+        value = parse_json(read_text(path, LARGEST_SCRIPT))
+    except NotJson as error:
+        raise GraftuneError(str(error), where=path, fix="fix the file") from None
+    if not isinstance(value, dict):
+        raise GraftuneError("must hold keys and values", where=path, fix="give the settings as one object")
+    return value
+
+
+# Command lines
+
+
+def _command_line(path: str) -> ToolFile:
+    """The flags of the last command line in the file that has any. `--config FILE` is read too; flags override it."""
+    text = re.sub(r"\\\r?\n", " ", read_text(path))
+    variables: dict[str, str] = {}
+    words: list[str] = []
+    for line in text.splitlines():
+        try:
+            parts = shlex.split(_expanded(line, variables), comments=True)
+        except ValueError:  # a quote that is never closed
+            continue
+        while parts and (match := re.fullmatch(r"(\w+)=(.*)", parts[0], re.S)):
+            variables[match[1]] = match[2]
+            parts = parts[1:]
+        words = parts if any(part.startswith("--") for part in parts) else words
+    if not words:
+        raise GraftuneError(
+            "holds no command line with --flags", where=path, fix="give a .yaml, .json, .py, .ipynb or .sh file"
+        )
+    start = _after_command(words, path)
+    found = ToolFile(path, "llama-factory" if "llamafactory-cli" in words[:start] else "")
+    for name, values in _flags(words[start:]):
+        if name == "config" and isinstance(values, str):
+            beside = next((p for p in (Path(values), Path(path).parent / values) if p.is_file()), Path(values))
+            found.given = read_yaml(beside) | found.given
+        else:
+            found.given[name] = values
+    return found
+
+
+def _expanded(line: str, variables: dict[str, str]) -> str:
+    return re.sub(r"\$\{?(\w+)\}?", lambda match: variables.get(match[1], match[0]), line)
+
+
+def _after_command(words: list[str], path: str) -> int:
+    """Where the flags of the training program start: a launcher before it has flags of its own."""
+    for place, word in enumerate(words):
+        if place and words[place - 1] == "trl" and word in _OTHER_COMMANDS:
+            raise preference(f"trl {word}", path)
+        if word.endswith(".py") or (place and (words[place - 1], word) in _COMMANDS):
+            return place + 1
+    return 0
+
+
+def _flags(words: list[str]) -> Iterator[tuple[str, Any]]:
+    words = [*words, "--"]
+    name, values = "", list[Any]()
+    for word in words:
+        if not word.startswith("--"):
+            values.append(scalar(word))
+            continue
+        if name:
+            yield name, values[0] if len(values) == 1 else values or True
+        typed, equals, value = word.removeprefix("--").partition("=")
+        name, values = other_tools.plain(typed), [scalar(value)] if equals else []
+
+
+def preference(what: str, path: str) -> GraftuneError:
+    return GraftuneError(
+        f"{what} is not supervised fine-tuning",
+        where=path,
+        fix="preference training (DPO, KTO, ORPO, GRPO) does not exist here yet",
+    )
+
+
+# Scripts
+
+
+class _Unknown(Exception):
+    """A value that only running the script would give."""
+
+
+def _script(path: str) -> ToolFile:
+    text = read_text(path, LARGEST_SCRIPT)
+    if path.endswith(".ipynb"):
+        cells = _object(path).get("cells") or []
+        code = [cell.get("source") for cell in cells if isinstance(cell, dict) and cell.get("cell_type") == "code"]
+        lines = "\n".join("".join(source) for source in code if isinstance(source, str | list)).splitlines()
+        text = "\n".join(re.sub(r"^(\s*)[%!].*", r"\1pass", line) for line in lines)  # commands of the notebook
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise GraftuneError("is not valid Python", where=path, fix="fix the file") from None
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    if wrong := sorted(names & _PREFERENCE):
+        raise preference(wrong[0], path)
+    found = ToolFile(path, "unsloth" if any(re.fullmatch(r"Fast\w*Model", name) for name in names) else "trl")
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls.sort(key=lambda call: (call.lineno, call.col_offset))
+    if not any(_name(call.func) in _CALLS for call in calls):
+        raise GraftuneError(
+            "has no call whose settings could be read", where=path, fix=f"it needs one of {', '.join(_CALLS)}"
+        )
+    constants = _constants(tree)
+    for call in calls:
+        if (function := _name(call.func)) in _CALLS and not _loads_tokenizer(call):
+            _read_call(found, call, function, constants)
+        elif function == "map" and isinstance(call.func, ast.Attribute):  # of a data set
+            found.makes_columns = True
+    if found.makes_columns:
+        found.left_out.append(("map(...)", other_tools.answer("formatting_func", flags=False) or ""))
+    return found
+
+
+def _read_call(found: ToolFile, call: ast.Call, function: str, constants: dict[str, ast.expr]) -> None:
+    if function in ("get_peft_model", "LoraConfig"):
+        found.given.setdefault("get_peft_model", True)
+    if function == "train_on_responses_only":
+        found.given["train_on_responses_only"] = True
+    second = function == "load_dataset" and "dataset_name" in found.given
+    positional = zip(_CALLS[function], call.args, strict=False)
+    keywords = [(keyword.arg, keyword.value) for keyword in call.keywords]
+    for name, node in [*positional, *keywords]:
+        if name is None:
+            found.left_out.append((f"**{ast.unparse(node)}", COMPUTED))
+            continue
+        name = _RENAMED.get(name, name) if function == "load_dataset" else name
+        try:
+            value = _value(node, constants)
+        except _Unknown:
+            if name not in _OBJECTS:
+                found.left_out.append((name, COMPUTED))
+            continue
+        if second:
+            found.left_out.append((f"{name}={value!r}", "the script loads another data set, and the first is taken"))
+        elif name not in _OBJECTS or (name == "model" and isinstance(value, str)):
+            found.put("model_name" if name == "model" else name, value)
+
+
+def _constants(tree: ast.Module) -> dict[str, ast.expr]:
+    """The values that the script assigns to names, the last of each."""
+    found: dict[str, ast.expr] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            found[node.targets[0].id] = node.value
+    return found
+
+
+def _value(node: ast.expr, constants: dict[str, ast.expr], depth: int = 5) -> Any:
+    if isinstance(node, ast.Name) and node.id in constants and depth:
+        return _value(constants[node.id], constants, depth - 1)
+    if isinstance(node, ast.Attribute) and _name(node.value) == "torch":
+        return node.attr  # torch.bfloat16
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        raise _Unknown from None
+
+
+def _name(node: ast.expr) -> str:
+    """The last part of a dotted name."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _loads_tokenizer(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and _name(call.func.value) in ("AutoTokenizer", "AutoProcessor")

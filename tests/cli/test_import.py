@@ -1,0 +1,196 @@
+"""graftune import: four files as other tools' documentation writes them are converted and train, and what is left out
+is listed with a reason."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graftune.cli import main
+from graftune.settings import converting, other_tools, tool_data
+from graftune.settings.config import Config, leaves
+from graftune.settings.tool_files import ToolFile, read_tool_file
+
+Capture = pytest.CaptureFixture[str]
+FILES = Path(__file__).parents[1] / "fixtures" / "other_tools"
+PACKED = [{"path": "support.jsonl", "map": {"messages": "dialogue"}}, {"path": "facts.jsonl"}]
+FAQ = {"path": "data/faq.json", "map": {"instruction": "question", "output": "reply"}}
+HUB = {"path": "a/b", "split": "test", "subset": "c"}
+# For each file: the tool, settings that it must become, and names that must be left out.
+CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "axolotl.yaml": (
+        "axolotl",
+        {
+            **{"base_dtype": "nf4", "method": "lora", "rank": 4, "targets": "all_linear", "data": PACKED},
+            **{"tokens_per_step": 2 * 256, "val_split": 0.25, "min_lr": 2e-5, "warmup": 0.1},
+        },
+        ["optimizer", "special_tokens", "datasets[2].type", "datasets[1].roles_to_train", "gradient_checkpointing"],
+    ),
+    "llama_factory.yaml": (
+        "llama-factory",
+        {
+            **{"data": [FAQ, {"path": "data/talks.jsonl"}], "rank": 4, "targets": "q_proj,v_proj"},
+            **{"tokens_per_step": 2 * 256, "train_on": "last"},
+            **{"eval_every": 2, "lr": 1e-4, "warmup": 0.1, "weight_decay": 0.0},
+        },
+        ["max_samples", "template", "warmup_steps", "ddp_timeout", "trust_remote_code"],
+    ),
+    "trl.sh": (
+        "trl",
+        {
+            **{"data": [{"path": "support.jsonl", "map": {"text": "transcript"}}], "alpha": 16, "dropout": 0.05},
+            **{"schedule": "constant", "warmup": 0.3333, "max_steps": 3, "tokens_per_step": 4 * 256},
+        },
+        ["push_to_hub", "eos_token", "num_train_epochs"],
+    ),
+    "unsloth_script.py": (
+        "unsloth",
+        {
+            **{"compute_dtype": "fp32", "alpha": 4, "targets": "q_proj,v_proj", "seed": 3407, "data": "facts.jsonl"},
+            **{"warmup": 0.0833, "tokens_per_step": 2 * 256, "max_seq_len": 256},
+        },
+        ["fp16", "target_modules", "chat_template", "map(...)", "dataset_text_field", "optim"],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def here(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The four files with their data, for a tiny base of 512 tokens."""
+    folder = tmp_path_factory.mktemp("here")
+    base = Path(shutil.copytree(tiny_folder("llama"), folder / "base"))
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
+    for path in FILES.iterdir():
+        (folder / path.name).write_text(path.read_text().replace("BASE", str(base)))
+    turns = [{"role": "user", "content": "Is it late?"}, {"role": "assistant", "content": "It is not."}]
+    named = {"faq": {"file_name": "faq.json", "columns": {"prompt": "question", "response": "reply"}}}
+    talks = {"file_name": "talks.jsonl", "formatting": "sharegpt", "columns": {"messages": "messages"}}
+    (folder / "data").mkdir()
+    (folder / "data" / "dataset_info.json").write_text(json.dumps(named | {"talks": talks}))
+    rows: dict[str, list[dict[str, Any]]] = {
+        "support.jsonl": [{"dialogue": turns, "transcript": f"It is {n} o'clock."} for n in range(24)],
+        "facts.jsonl": [{"instruction": f"{n} and 1?", "input": "", "output": f"{n + 1}"} for n in range(24)],
+        "data/faq.json": [{"question": f"{n} and 1?", "reply": f"{n + 1}"} for n in range(24)],
+        "data/talks.jsonl": [{"messages": turns}] * 8,
+    }
+    for name, records in rows.items():
+        (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_file_is_imported_and_trains(name: str, here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(here)
+    tool, expected, left_out = CASES[name]
+    assert main(["import", name, "--out", f"{name}.yaml"]) == 0
+    listed = capsys.readouterr().err
+    text = (here / f"{name}.yaml").read_text()
+    for missing in left_out:
+        assert f"left out: {missing}: " in listed and f"#   {missing}: " in text, missing
+    assert main(["import", name, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tool"] == tool and expected.items() <= found["settings"].items(), found["settings"]
+    assert Config.load(f"{name}.yaml") == Config.of(found["settings"]) and set(found["comments"]) == set(
+        found["settings"]
+    )
+    assert any(text.startswith("tokens_per_step") for text in found["assumed"]), "the length of a sequence is assumed"
+    line = ["--max-steps", "3", "--device", "cpu", "--threads", "1", "--samples", "0", "--out", f"run-{tool}"]
+    assert main(["train", "-c", f"{name}.yaml", *line, "--tokens-per-step", "256", "--epochs", "9"]) == 0
+    events = [json.loads(row) for row in (here / f"run-{tool}" / "metrics.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3]
+
+
+def converted(given: dict[str, Any], tool: str) -> converting.Conversion:
+    return converting.convert(ToolFile("run.yaml", tool, given))
+
+
+@pytest.mark.parametrize(
+    ("tool", "given", "ours"),
+    [
+        ("trl", {"model_name_or_path": "a/b", "dataset_name": "c/d"}, {"method": "full", "lr": 2e-5, "val_split": 0.0}),
+        ("trl", {"report_to": ["wandb"], "dataset_config": "main", "dataset_name": "c/d"}, {"track": "wandb"}),
+        ("axolotl", {"base_model": "a/b", "adapter": "lora", "tokens": ["<x>"]}, {"new_tokens": ["<x>"]}),
+        ("axolotl", {"base_model": "a/b", "lr_scheduler": "constant"}, {"method": "full", "warmup": 0.0}),
+        ("llama-factory", {"dataset": "nowhere"}, {"data": "nowhere", "rank": 8, "base": tool_data.MISSING_BASE}),
+        ("llama-factory", {"finetuning_type": "full", "use_cpu": True}, {"method": "full", "device": "cpu"}),
+        ("llama-factory", {"enable_thinking": False}, {"template_vars": {"enable_thinking": False}}),
+        ("unsloth", {"get_peft_model": True}, {"base_dtype": "nf4", "data": tool_data.MISSING_DATA}),
+        ("unsloth", {"full_finetuning": True, "load_in_4bit": False}, {"method": "full"}),
+        ("axolotl", {"datasets": [{"path": "a/b", "name": "c", "split": "test[:9%]"}]}, {"data": [HUB]}),
+    ],
+)
+def test_values_and_defaults(tool: str, given: dict[str, Any], ours: dict[str, Any]) -> None:
+    found = converted(given, tool).settings
+    assert ours.items() <= found.items(), found
+    assert "rank" not in found or found.get("method", "lora") == "lora"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.yaml", "stage: dpo\nmodel_name_or_path: a\n", "stage: dpo is not supervised fine-tuning"),
+        ("a.sh", "trl dpo --model_name_or_path a\n", "trl dpo is not supervised fine-tuning"),
+        ("a.py", "from trl import DPOTrainer\nDPOTrainer(model='a')\n", "DPOTrainer is not supervised"),
+        ("a.py", "print(1)\n", "no call whose settings could be read"),
+        ("a.py", "print(", "is not valid Python"),
+        ("a.yaml", "colour: red\n", "could be recognised"),
+        ("a.yaml", "- 1\n", "must hold keys and values"),
+        ("a.json", "[1", "is not valid JSON"),
+        ("a.txt", "hello\n", "no command line with --flags"),
+        ("missing.yaml", "", "cannot be read"),
+    ],
+)
+def test_what_cannot_be_imported(name: str, text: str, said: str, tmp_path: Path, capsys: Capture) -> None:
+    if text:
+        (tmp_path / name).write_text(text)
+    assert main(["import", str(tmp_path / name)]) == 2
+    out, err = capsys.readouterr()
+    assert said in err and err.count("\n") == 1 and out == ""
+
+
+def test_other_forms_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook, a JSON of arguments, and a command line with a config of its own."""
+    monkeypatch.chdir(tmp_path)
+    cell = {"cell_type": "code", "source": ["!pip install unsloth\n", "FastModel.from_pretrained('a/b', r=3)"]}
+    Path("a.ipynb").write_text(json.dumps({"cells": [{"cell_type": "markdown", "source": "x"}, cell]}))
+    assert read_tool_file("a.ipynb").given == {"model_name": "a/b", "r": 3}
+    Path("a.json").write_text(json.dumps({"output_dir": "x", "max_steps": -1, "learning_rate": 1e-3}))
+    found = converting.convert(read_tool_file("a.json"))
+    assert found.settings["lr"] == 1e-3 and "max_steps" in found.off
+    Path("a.yaml").write_text("model_name_or_path: a/b\nlearning_rate: 1\n")
+    Path("a.sh").write_text("trl sft --config a.yaml --learning_rate 2 --use_peft\n")
+    assert read_tool_file("a.sh").given == {"model_name_or_path": "a/b", "learning_rate": 2, "use_peft": True}
+
+
+ODD: list[Any] = [None, True, False, -1, 0, 0.5, 7, 1e30, "", "x", "4", [], ["x"], [1, {}], {}, {"a": [1]}, {1: 2}]
+
+
+@pytest.mark.parametrize("value", ODD, ids=repr)
+def test_odd_values_are_converted_or_left_out(value: Any) -> None:
+    """All names at once, but for those that may say that it is not supervised fine-tuning."""
+    names = [*other_tools.SAME, *other_tools.ANSWERS, *other_tools.CLASHES, "seed", "zzz"]
+    names = [name for name in names if other_tools.CONVERTED_BY.get(name) != "stage"]
+    for tool in converting.TITLES:
+        chosen = names if tool == "axolotl" else tool_data.DATA_NAMES[tool]
+        found = converted(dict.fromkeys(chosen, value), tool)
+        assert isinstance(Config.of(found.settings), Config) and all(reason for _, reason in found.left_out)
+
+
+def test_the_table_names_functions_that_exist() -> None:
+    named = {*other_tools.CONVERTED_BY.values(), *other_tools.CLASHES_CONVERTED_BY.values()}
+    assert named == {*converting._FUNCTIONS, "batch", "warmup"}
+    assert set(other_tools.CLASHES) <= {leaf.name for leaf in leaves()}
+    ast.parse((FILES / "unsloth_script.py").read_text())
+
+
+def test_the_file_is_not_overwritten(tmp_path: Path, capsys: Capture) -> None:
+    (there := tmp_path / "run.yaml").write_text("rank: 3")
+    assert main(["import", str(FILES / "axolotl.yaml"), "--out", str(there)]) == 2
+    assert "exists already" in capsys.readouterr().err and there.read_text() == "rank: 3"
