@@ -339,7 +339,7 @@ def _finished(folder: Path) -> None:
 
 
 def _shown(folder: Path) -> None:
-    read = events.read_events(folder / "metrics.jsonl", ("event", "step", "loss", "lr"))
+    read = events.read_events(folder / "metrics.jsonl")
     assert len(events.steps(read)) + len(events.evals(read)) <= len(read)
     json.dumps(events.plain(report.document(folder)), allow_nan=False)
     json.dumps(run_facts(folder), allow_nan=False)

@@ -15,6 +15,7 @@ from graftune.infer.sample import Sampling
 from graftune.settings.config import LoraConfig
 from graftune.step.step import Step
 from tests.support import oracle, tiny
+from tests.support.generate import generate
 
 pytestmark = pytest.mark.gpu
 
@@ -80,7 +81,7 @@ def test_a_captured_token_step_gives_the_eager_ones_text(variant, adapted, tiny_
 
     def texts(stops):
         sampling = Sampling(max_new_tokens=24)
-        return generating.generate(ours.decoder, prompts, sampling, stops, adapted=adapted, backend=backend)
+        return generate(ours.decoder, prompts, sampling, stops, adapted=adapted, backend=backend)
 
     stops = (texts(())[0][5],)
     replayed = texts(stops)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +45,26 @@ def test_each_kind_of_launch_is_compiled_once() -> None:
         warming(kernel, (1,), launches[0], {"num_warps": 8})
     assert len(kernel.compiled) == 7
     assert all(isinstance(args[0], Pointer) and args[0].dtype in (x.dtype, torch.bfloat16) for args in kernel.compiled)
+
+
+def test_launchers_are_loaded_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton gives every launcher's module the same name: of two that load at once, one gets the other's function."""
+    at_once: list[int] = []
+
+    class Compiled:
+        @property
+        def run(self) -> None:
+            at_once.append(0)
+            time.sleep(0.02)
+            assert len(at_once) == 1
+            at_once.clear()
+
+    kernel, x = Kernel(), torch.empty(64, device="meta")
+    monkeypatch.setattr(kernel, "warmup", lambda *args, **named: Compiled())
+    with Warming(CUDA, threads=4) as warming:
+        for tile in range(4):
+            warming(kernel, (1,), (x, 32, tile), {})
+    assert not warming.failures
 
 
 def test_what_does_not_compile_stops_nothing_and_a_refused_run_waits_for_nothing(

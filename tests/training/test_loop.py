@@ -234,10 +234,9 @@ def test_the_scale_in_a_checkpoint(tmp_path: Path) -> None:
     checkpoint.load(older, small_arena(), {}, fresh := LossScaler())
     assert fresh.state.tolist() == LossScaler().state.tolist()
     scaler.state[0] = math.nan
-    damaged, arena = checkpoint.save(tmp_path, small_arena(1.0), Progress(step=3), {}, scaler), small_arena()
-    with pytest.raises(GraftuneError, match=r"damaged \(this is not a saved loss scale"):
-        checkpoint.load(damaged, arena, {}, LossScaler())
-    assert not arena.weights.any()
+    damaged = checkpoint.save(tmp_path, small_arena(1.0), Progress(step=3), {}, scaler)
+    with pytest.raises(GraftuneError, match="this is not a saved loss scale"):
+        checkpoint.load(damaged, small_arena(), {}, LossScaler())
 
 
 # What a run says of itself

@@ -65,7 +65,7 @@ def test_a_base_is_profiled_without_a_folder(
     [
         (["--steps", "1"], "--steps is 1"),
         (["nowhere/at/all"], "nowhere/at/all"),
-        (["--trace", "."], "is a folder"),
+        (["--trace", "."], "cannot be written"),
     ],
 )
 def test_mistakes_are_one_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

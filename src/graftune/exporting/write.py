@@ -1,14 +1,14 @@
 """Writes each export format: checked beforehand, written aside, read back, then put in its place.
 
 Checked beforehand: the place is free (or --force given), the type is known, the disk is large enough. A full disk or
-Ctrl-C leaves nothing behind but an empty folder.
+Ctrl-C leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -73,8 +73,7 @@ def export(
     place = _place(source, to, kind, out)
     _check_place(place, to, source, force)
     writers = {"peft": _peft, "merged": _merged, "gguf-lora": _gguf_lora, "gguf": _gguf, "apr": _apr}
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with naming_nonfinite(source.base):  # only the adapter was checked when it was loaded
+    with _folder_of(place), naming_nonfinite(source.base):  # only the adapter was checked when it was loaded
         done: Exported = writers[to](source, place, kind, console)
     if note := source.base.tokenizer.refused_template:
         done.notes.append(note)
@@ -129,6 +128,20 @@ def _check_place(place: Path, to: str, source: ExportSource, force: bool) -> Non
     ours = place.is_file() if to in SUFFIX else is_adapter(place) if to == "peft" else is_model(place)
     if not ours and (place.is_file() or any(place.iterdir())):
         raise GraftuneError("is in use for something else", where=str(place), fix="set out to another place")
+
+
+@contextmanager
+def _folder_of(place: Path) -> Iterator[None]:
+    """Make the parent folders of the place, and remove them again if the export fails."""
+    made = [folder for folder in place.parents if not folder.exists()]  # the innermost first
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for folder in made:
+            with suppress(OSError):  # it does not exist, or is no longer empty
+                folder.rmdir()
+        raise
 
 
 def _require_space(place: Path, need: int) -> None:

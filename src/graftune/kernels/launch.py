@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
@@ -24,6 +25,9 @@ from graftune.kernels import rehearsal
 from graftune.private import storage_id
 
 ALIGNMENT = 256  # bytes, of an allocator's addresses
+# Held while a kernel is launched or its launcher is loaded. Triton loads every launcher as a module of the same name,
+# so two threads that load at once can get each other's.
+loading = threading.Lock()
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -60,7 +64,8 @@ class Kernel:
                 if now is not None and now.launched is not None:
                     now.launched(self.jitted, grid, args, options)
             else:
-                self.jitted[grid](*args, **options)
+                with loading:
+                    self.jitted[grid](*args, **options)
 
         return run
 
