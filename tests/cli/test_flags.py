@@ -58,6 +58,9 @@ FROZEN = {
         --seed --shard-base --steps --strict --targets --template --template-vars --threads
         --tokens-per-micro-batch --tokens-per-step --trace --train-norms --train-on --train-reasoning
         --val-split --warmup --weight-decay -c DATA TARGET""",
+    "init": """--append-eos --base-dtype --date --device --eval-data --eval-examples --force --json --map --max-seq-len
+        --max-unpacked --no-append-eos --no-strict --out --prompt-form --revision --strict --template --template-vars
+        --train-on --train-reasoning --val-split BASE DATA MORE""",
     "doctor": "--json --revision BASE",
     "export": "--add --any-base --base --force --json --no-any-base --out --quiet --revision --to --type TARGET",
     "import": "--from --json --out FILE",

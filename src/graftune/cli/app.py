@@ -30,6 +30,7 @@ from graftune.cli.eval import evaluate
 from graftune.cli.export import export
 from graftune.cli.failures import explained
 from graftune.cli.import_file import import_file
+from graftune.cli.init import init
 from graftune.cli.plan import plan
 from graftune.cli.profile import profile
 from graftune.cli.runs import runs
@@ -51,6 +52,7 @@ app = App(
     suppress_keyboard_interrupt=False,  # main handles it
 )
 COMMANDS: dict[str, Callable[..., Any]] = {
+    "init": init,
     "train": train,
     "chat": chat,
     "eval": evaluate,

@@ -62,18 +62,27 @@ def data(
     flags = positional(given(settings), data=[data, *more] if more else data)
     whole = looked_at(loaded(config, flags, console))
 
+    dataset, tokenizer = show_data(whole, console, show)
+    if json:
+        from graftune.data.preview import summary_json
+
+        console.result(summary_json(dataset, tokenizer, show))
+    return 0
+
+
+def show_data(config: Config, console: Console, count: int) -> tuple[Any, Any]:
+    """Show the data of these settings: the masks of the first examples and the summary. Returns the data set and its
+    tokenizer. With --json nothing is shown."""
     from graftune.data.dataset import prepare
-    from graftune.data.preview import preview, summary_json
+    from graftune.data.preview import preview
     from graftune.data.sample import sample_path
 
-    tokenizer, context = tokenizer_of(whole)
-    whole = whole.replace(max_seq_len=whole.data.longest(context))
-    dataset = prepare(whole.data.data or str(sample_path()), tokenizer, whole.data, console)
-    if json:
-        console.result(summary_json(dataset, tokenizer, show))
-    else:
-        console.render(preview(dataset, tokenizer, show))
-    return 0
+    tokenizer, context = tokenizer_of(config)
+    config = config.replace(max_seq_len=config.data.longest(context))
+    dataset = prepare(config.data.data or str(sample_path()), tokenizer, config.data, console)
+    if not console.json:
+        console.render(preview(dataset, tokenizer, count))
+    return dataset, tokenizer
 
 
 def tokenizer_of(config: Config) -> tuple[Any, int]:

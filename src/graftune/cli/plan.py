@@ -100,11 +100,7 @@ def _show(console: Console, found: Any, fits: dict[str, int], furthest: int) -> 
     chosen = ", ".join(f"{name} {value}" for name, value in found.settings.items())
     console.table(f"memory on {found.where}", ["owner", "bytes", "share"], rows)
     console.line(chosen)
-    measured = "torch's allocator" if found.device == "cuda" else "the process"
-    console.line(
-        f"expected peak of {measured}: {human_bytes(found.expected)}; "
-        f"{human_bytes(found.needed)} of {human_bytes(found.free)} free are needed"
-    )
+    console.line(peak_line(found))
     if found.bytes.host > 1 << 28:
         console.line(f"pinned host memory: {human_bytes(found.bytes.host)}")
     if found.transfer:
@@ -114,6 +110,17 @@ def _show(console: Console, found: Any, fits: dict[str, int], furthest: int) -> 
     words = {0: "does not fit", furthest: f"{furthest} or more"}
     largest = [[policy, words.get(size, str(size))] for policy, size in fits.items()]
     console.table("largest micro-batch that fits", ["recompute", "tokens"], largest)
+
+
+def peak_line(found: Any) -> str:
+    """The predicted peak of a plan, and what has to be free for it."""
+    from graftune.observe.memory import human_bytes
+
+    measured = "torch's allocator" if found.device == "cuda" else "the process"
+    return (
+        f"expected peak of {measured}: {human_bytes(found.expected)}; "
+        f"{human_bytes(found.needed)} of {human_bytes(found.free)} free are needed"
+    )
 
 
 def _bar(size: int, most: int) -> str:

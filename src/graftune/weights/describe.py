@@ -41,7 +41,7 @@ def describe(name: str, revision: str = "") -> tuple[Report, Base | None]:
         base = open_base(name, revision)
     except GraftuneError as error:
         return Report({"base": name, **_from_headers(path)} if name else {}, error), None
-    return Report(_facts(base)), base
+    return Report(base_facts(base)), base
 
 
 def _of_adapter(name: str, place: Path) -> Report:
@@ -55,7 +55,7 @@ def _of_adapter(name: str, place: Path) -> Report:
     return Report(facts, GraftuneError(f"is not a base but an adapter, of {base}", where=name, fix=fix))
 
 
-def _facts(base: Base) -> dict[str, Any]:
+def base_facts(base: Base) -> dict[str, Any]:
     spec, tokenizer = base.spec, base.tokenizer
     files = base.files
     experts, chosen = spec.expert_counts
