@@ -209,7 +209,7 @@ def test_a_full_disk_or_ctrl_c_leaves_nothing(
     monkeypatch.setattr(files, "flush", fails)
     with pytest.raises(KeyboardInterrupt if code is None else (OSError, GraftuneError)):
         export(str(run), to, out=str(tmp_path / "there" / f"x{write.SUFFIX.get(to, '')}"))
-    assert not list((tmp_path / "there").iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_disk_too_small_is_seen_before(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

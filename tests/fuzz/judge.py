@@ -64,7 +64,7 @@ def bad_message(text: str) -> str:
         return "an empty message"
     if len(text) > LONGEST:
         return f"a message of {len(text)} characters"
-    found = _UNPRINTABLE.search(text)
+    found = _UNPRINTABLE.search(text.replace("\n  ", ""))  # a list of unknown keys has a line for each
     if found is not None:
         return f"U+{ord(found[0]):04X} in a message"
     return ""

@@ -127,7 +127,7 @@ def _read_whole(opened: TextFile) -> Numbered:
         raise GraftuneError(
             f"is one JSON value of more than {LARGEST_JSON >> 30} GiB",
             where=opened.shown,
-            fix="write one object per line, as with: jq --compact-output '.[]' OLD > NEW.jsonl",
+            fix="write it as .jsonl, one object per line",
         )
     try:
         tree = json.loads(content.strip("\ufeff"))
