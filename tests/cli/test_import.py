@@ -37,7 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         {
             **{"data": [FAQ, {"path": "data/talks.jsonl"}], "rank": 4, "targets": "q_proj,v_proj"},
             **{"tokens_per_step": 2 * 256, "train_on": "last"},
-            **{"eval_every": 2, "lr": 1e-4, "warmup": 0.1, "weight_decay": 0.0},
+            **{"eval_every": 2, "lr": 1e-4, "weight_decay": 0.0},
         },
         ["max_samples", "template", "warmup_steps", "ddp_timeout", "trust_remote_code"],
     ),
@@ -102,7 +102,8 @@ def test_a_file_is_imported_and_trains(name: str, here: Path, capsys: Capture, m
     )
     assert any(text.startswith("tokens_per_step") for text in found["assumed"]), "the length of a sequence is assumed"
     line = ["--max-steps", "3", "--device", "cpu", "--threads", "1", "--samples", "0", "--out", f"run-{tool}"]
-    assert main(["train", "-c", f"{name}.yaml", *line, "--tokens-per-step", "256", "--epochs", "9"]) == 0
+    more = [] if "max_steps" in found["settings"] else ["--epochs", "9"]
+    assert main(["train", "-c", f"{name}.yaml", *line, "--tokens-per-step", "256", *more]) == 0
     events = [json.loads(row) for row in (here / f"run-{tool}" / "metrics.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3]
 
@@ -132,6 +133,19 @@ def test_values_and_defaults(tool: str, given: dict[str, Any], ours: dict[str, A
     assert "rank" not in found or found.get("method", "lora") == "lora"
 
 
+def test_a_value_that_is_left_out_leaves_our_default() -> None:
+    given = {
+        "val_set_size": 100,
+        "lr_scheduler": "polynomial",
+        "warmup_steps": 9,
+        "num_epochs": "x",
+        "datasets": ["a/b"],
+    }
+    found = converted(given, "axolotl")
+    assert not {"val_split", "schedule", "warmup", "epochs"} & set(found.settings)
+    assert {name for name, _ in found.left_out} == set(given) - {"datasets"}
+
+
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
@@ -158,12 +172,15 @@ def test_what_cannot_be_imported(name: str, text: str, said: str, tmp_path: Path
 def test_other_forms_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A notebook, a JSON of arguments, and a command line with a config of its own."""
     monkeypatch.chdir(tmp_path)
-    cell = {"cell_type": "code", "source": ["!pip install unsloth\n", "FastModel.from_pretrained('a/b', r=3)"]}
-    Path("a.ipynb").write_text(json.dumps({"cells": [{"cell_type": "markdown", "source": "x"}, cell]}))
-    assert read_tool_file("a.ipynb").given == {"model_name": "a/b", "r": 3}
+    cell = {"cell_type": "code", "source": ["!pip install \\\n  unsloth\n", "FastModel.from_pretrained('a/b', r=3)"]}
+    Path("a.ipynb").write_text(
+        json.dumps({"cells": [{"cell_type": "markdown", "source": "x y"}, cell, {**cell, "source": "f("}]})
+    )
+    found = read_tool_file("a.ipynb")
+    assert found.given == {"model_name": "a/b", "r": 3} and [name for name, _ in found.left_out] == ["cell 3"]
     Path("a.json").write_text(json.dumps({"output_dir": "x", "max_steps": -1, "learning_rate": 1e-3}))
-    found = converting.convert(read_tool_file("a.json"))
-    assert found.settings["lr"] == 1e-3 and "max_steps" in found.off
+    made = converting.convert(read_tool_file("a.json"))
+    assert made.settings["lr"] == 1e-3 and "max_steps" in made.off
     Path("a.yaml").write_text("model_name_or_path: a/b\nlearning_rate: 1\n")
     Path("a.sh").write_text("trl sft --config a.yaml --learning_rate 2 --use_peft\n")
     assert read_tool_file("a.sh").given == {"model_name_or_path": "a/b", "learning_rate": 2, "use_peft": True}

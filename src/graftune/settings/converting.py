@@ -59,6 +59,7 @@ class Conversion:
     assumed: list[str] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
     off: list[str] = field(default_factory=list)
+    not_taken: set[str] = field(default_factory=set)  # ours, for which the file has a value that was left out
 
     @property
     def title(self) -> str:
@@ -69,7 +70,7 @@ class Conversion:
         try:
             Config.of({ours: value})
         except GraftuneError as error:
-            self.leave(name, f"{error.what}; {error.fix}")
+            self.leave(name, f"{error.what}; {error.fix}", ours)
             return
         if ours in self.settings:
             if self.settings[ours] != value:
@@ -79,8 +80,10 @@ class Conversion:
         if assumed:
             self.assumed.append(f"{ours} is {value}, from {name}: {assumed}")
 
-    def leave(self, name: str, reason: str = "") -> None:
+    def leave(self, name: str, reason: str = "", ours: str = "") -> None:
+        """`ours`: the setting that it would have been; it keeps our default, not the other tool's."""
         name = str(name)
+        self.not_taken.add(ours)
         reason = reason or other_tools.CLASHES.get(other_tools.plain(name), "").replace("{", "").replace("}", "")
         reason = reason or other_tools.answer(name, flags=False) or "graftune has no such setting"
         self.left_out.append((name, reason.removesuffix("; remove it")))
@@ -107,6 +110,7 @@ def convert(file: ToolFile) -> Conversion:
     convert_data(result)
     _steps(result)
     _add_defaults(result)
+    result.left_out = list(dict.fromkeys(result.left_out))
     Config.of(result.settings)
     return result
 
@@ -115,7 +119,7 @@ def _put_same(result: Conversion, ours: str, name: str, value: Any) -> None:
     """A name with the same meaning; some values are spelled differently."""
     if ours == "schedule":
         if str(value) not in _SCHEDULES:
-            result.leave(name, f"{value} is not one of cosine, linear and constant; {ours} is left at cosine")
+            result.leave(name, f"{value} is not one of cosine, linear and constant; {ours} is left at cosine", ours)
             return
         if value == "constant":
             result.put("warmup", 0.0, name)  # the one without a warm-up
@@ -215,7 +219,8 @@ def _val_split(result: Conversion, name: str, value: Any) -> None:
     if isinstance(value, int | float) and value < 1:
         result.put("val_split", float(value), name)
     else:
-        result.leave(name)
+        reason = f"{other_tools.answer(name, flags=False)}; it is left at {Config().data.val_split}"
+        result.leave(name, reason, "val_split")
 
 
 def _all_linear(result: Conversion, name: str, value: Any) -> None:
@@ -315,8 +320,7 @@ def _warmup(result: Conversion, name: str, value: Any) -> None:
         result.put("warmup", min(1.0, round(value / steps, 4)), f"{name} {value} of max_steps {steps}")
     elif "warmup" not in result.settings:
         reason = "here it is a share of all steps, whose number only the data decides; warmup is left at 0.1"
-        result.leave(name, reason)
-        result.settings["warmup"], result.comments["warmup"] = 0.1, f"instead of {name}"
+        result.leave(name, reason, "warmup")
 
 
 def _add_defaults(result: Conversion) -> None:
@@ -324,7 +328,7 @@ def _add_defaults(result: Conversion) -> None:
     ours, defaults = Config().flat(), _DEFAULTS[result.file.tool]
     method = result.settings.get("method", defaults.get("method", "lora"))
     for name, value in defaults.items():
-        given = name in result.settings or name not in ours
+        given = name in result.settings or name in result.not_taken or name not in ours
         if given or (name in _OF_LORA and method != "lora") or (name == "val_split" and "eval_data" in result.settings):
             continue
         unquantised = method == "full" or any("load_in" in key for key in result.file.given)

@@ -92,7 +92,8 @@ train_on_eos train_on_eot roles_to_train train_on_completions
     only responses are trained, always; {train_on} chooses which turns (assistant, last or flagged)
 optim optimizer optimizer_type optimizers use_8bit_adam adamw_8bit optim_args
     the optimizer is always AdamW with fp32 moments; its settings are {lr}, {beta1}, {beta2}, {eps}, {weight_decay}
-galore use_galore use_badam use_apollo loraplus_lr_ratio loraplus_lr_embedding
+galore use_galore use_badam use_apollo loraplus_lr_ratio loraplus_lr_embedding use_muon use_adam_mini use_llama_pro
+mixture_of_depths qat qat_scheme unfrozen_parameters freeze_trainable_layers
     that is not supported here; remove it
 report_to wandb_project use_wandb wandb tensorboard use_tensorboard use_mlflow mlflow_experiment_name
 mlflow_tracking_uri -> tracker
@@ -108,6 +109,7 @@ push_to_hub hub_model_id hub_token hub_strategy hub_private_repo use_auth_token 
     nothing is uploaded: export the run with graftune export RUN --to peft and upload the folder yourself
 deepspeed fsdp fsdp_config ddp_backend local_rank num_gpus num_machines tensor_parallel_size ddp ddp_timeout
 ddp_find_unused_parameters context_parallel_degree gpus nproc_per_node num_processes sequence_parallel_degree
+fsdp_version fsdp_transformer_layer_cls_to_wrap dp_shard_size dp_replicate_size context_parallel_size ray_num_workers
     torchrun --nproc-per-node N -m graftune train trains on N GPUs; {shard_base} divides a base that does not fit on
     one of them, {deadline} limits the wait for a rank
 device_map max_memory gpu_memory_limit low_cpu_mem_usage
@@ -131,7 +133,7 @@ prompt_feature completion_feature text_feature chat_feature columns input_column
 prompt_column response_column text_column field_instruction field_output
     the format of the rows is recognised automatically; where columns have other names, use {map}
 dataset_config dataset_config_name dataset_train_split dataset_test_split dataset_split train_split split subset
-dataset_num_proc dataset_streaming
+dataset_streaming
     write the source in a file as data: [{path: owner/name, split: train, subset: main}]
 chat_template chat_template_jinja chat_template_path prompt_template prompt_style conversation_template -> template
     the model's own chat template is used; {template} takes a Jinja file instead
@@ -169,7 +171,7 @@ bias lora_bias
     projections of adapters have no bias here (PEFT's bias: none); remove it
 tokens additional_special_tokens add_tokens -> new_tokens
     {new_tokens} adds tokens and trains their rows; the tokenizer's own special tokens are used as they are
-special_tokens add_special_tokens resize_vocab eos_token pad_token
+special_tokens add_special_tokens resize_vocab eos_token pad_token eot_tokens resize_token_embeddings_to_32x
     {new_tokens} adds tokens and trains their rows; the tokenizer's own special tokens are used as they are
 init_lora_weights lora_init peft_init_lora_weights -> init
     {init} is kaiming (PEFT's default) or gaussian; PiSSA and LoftQ are not supported
@@ -190,13 +192,21 @@ data_seed
 sequence_length context_length max_context num_ctx n_ctx max_prompt_length max_completion_length
     {max_seq_len} is the longest example in tokens, prompt and response together
 liger_kernel use_liger_kernel liger enable_liger_kernel cut_cross_entropy unsloth use_unsloth unsloth_lora_mlp
-lora_mlp_kernel lora_qkv_kernel lora_o_kernel torch_compile label_smoothing_factor
+lora_mlp_kernel lora_qkv_kernel lora_o_kernel torch_compile label_smoothing_factor liger_rope liger_rms_norm
+liger_glu_activation liger_layer_norm liger_fused_linear_cross_entropy use_kernels unsloth_force_compile
     the loss is cross-entropy over response tokens, in fused kernels that are chosen automatically; remove it
 dataloader_num_workers preprocessing_num_workers dataset_processes num_workers num_proc
+dataset_num_proc
     data is read and encoded on all cores automatically; {threads} limits the CPU threads
 dataloader_pin_memory dataset_prepared_path overwrite_cache dataloader_prefetch_factor streaming
-dataloader_drop_last shuffle_merged_datasets remove_unused_columns preprocessing_batch_size
+dataloader_drop_last shuffle_merged_datasets remove_unused_columns preprocessing_batch_size dataset_kwargs
+skip_prepare_dataset tokenized_path
     encoded data is cached automatically; GRAFTUNE_CACHE says where
+loss_watchdog_threshold loss_watchdog_patience
+    {stop_on_warning} stops a run whose loss jumps, with a checkpoint
+processor_type image_max_pixels video_max_pixels freeze_vision_tower freeze_multi_modal_projector image_size
+finetune_audio_layers
+    images, audio and video are not trained here, only text
 trust_remote_code
     no code from a model's repository is ever run; remove it
 no_cuda use_cpu -> cpu

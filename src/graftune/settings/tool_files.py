@@ -173,22 +173,15 @@ class _Unknown(Exception):
 
 
 def _script(path: str) -> ToolFile:
-    text = read_text(path, LARGEST_SCRIPT)
-    if path.endswith(".ipynb"):
-        cells = _object(path).get("cells") or []
-        code = [cell.get("source") for cell in cells if isinstance(cell, dict) and cell.get("cell_type") == "code"]
-        lines = "\n".join("".join(source) for source in code if isinstance(source, str | list)).splitlines()
-        text = "\n".join(re.sub(r"^(\s*)[%!].*", r"\1pass", line) for line in lines)  # commands of the notebook
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise GraftuneError("is not valid Python", where=path, fix="fix the file") from None
+    found = ToolFile(path, "")
+    tree = _notebook(found) if path.endswith(".ipynb") else _parsed(read_text(path, LARGEST_SCRIPT))
+    if tree is None:
+        raise GraftuneError("is not valid Python", where=path, fix="fix the file")
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     if wrong := sorted(names & _PREFERENCE):
         raise preference(wrong[0], path)
-    found = ToolFile(path, "unsloth" if any(re.fullmatch(r"Fast\w*Model", name) for name in names) else "trl")
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    calls.sort(key=lambda call: (call.lineno, call.col_offset))
+    found.tool = "unsloth" if any(re.fullmatch(r"Fast\w*Model", name) for name in names) else "trl"
+    calls = list(_calls(tree))
     if not any(_name(call.func) in _CALLS for call in calls):
         raise GraftuneError(
             "has no call whose settings could be read", where=path, fix=f"it needs one of {', '.join(_CALLS)}"
@@ -202,6 +195,37 @@ def _script(path: str) -> ToolFile:
     if found.makes_columns:
         found.left_out.append(("map(...)", other_tools.answer("formatting_func", flags=False) or ""))
     return found
+
+
+def _calls(node: ast.AST) -> Iterator[ast.Call]:
+    """Outer calls before inner ones, in the order of the text."""
+    if isinstance(node, ast.Call):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _calls(child)
+
+
+def _parsed(text: str) -> ast.Module | None:
+    """None if it is not valid Python."""
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _notebook(found: ToolFile) -> ast.Module:
+    """The code of a notebook without its shell commands. A cell that is not valid Python is left out."""
+    module = ast.Module([], [])
+    cells = _object(found.path).get("cells")
+    for number, cell in enumerate(cells if isinstance(cells, list) else [], 1):
+        source = cell.get("source") if isinstance(cell, dict) and cell.get("cell_type") == "code" else ""
+        text = "".join(map(str, source)) if isinstance(source, list) else str(source)
+        tree = _parsed(re.sub(r"^(\s*)[%!](?:.*\\\n)*.*", r"\1pass", text, flags=re.M))
+        if tree is None:
+            found.left_out.append((f"cell {number}", "it is not valid Python and was not read"))
+        else:
+            module.body += tree.body
+    return module
 
 
 def _read_call(found: ToolFile, call: ast.Call, function: str, constants: dict[str, ast.expr]) -> None:
