@@ -324,7 +324,10 @@ def test_codes_for_both_ways_where_a_card_has_much_memory(tiny_folder, monkeypat
 
     monkeypatch.setattr(fp8, "require", lambda device, compute: None)
     base = open_base(str(tiny_folder("llama")))
-    config = Config.of({"base": str(base.path), "device": "cuda", "compute_dtype": "bf16", "base_dtype": "fp8"})
+    config = Config.of(
+        {"base": str(base.path), "device": "cuda", "compute_dtype": "bf16", "base_dtype": "fp8"}
+        | {"tokens_per_step": 4096}
+    )
     least = 16 * base.spec.parameters
     where = Runtime(torch.device("cuda:0"), torch.bfloat16, "for the test")
     for free, expected in ((least, True), (least - 1, False), (0, False)):

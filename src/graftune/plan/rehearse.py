@@ -112,6 +112,11 @@ class Bytes:
         return max(sum(owners.values()) for owners in self.phases.values())
 
     @property
+    def temporary(self) -> int:
+        """What the largest peak holds beyond the loaded base and adapters."""
+        return max(0, self.peak - sum(self.phases["load"].values()))
+
+    @property
     def pools(self) -> int:
         """Bytes needed beyond the peak, because eager work cannot use a graph's pool."""
         return max(0, self.after + self.captured + self.eager - self.peak) if self.captured else 0

@@ -152,7 +152,8 @@ def _plain(send: Send, clock: Clock) -> float:
 def facts_of(parts: Parts, shape: Capacities | None) -> dict[str, Any]:
     """The facts of the machine and of the model in a profile."""
     settings, runtime = parts.config.train, parts.runtime
-    found: dict[str, Any] = {"tokens_per_micro_batch": settings.tokens_per_micro_batch}
+    names = ("tokens_per_step", "tokens_per_micro_batch")
+    found: dict[str, Any] = {name: getattr(settings, name) for name in names}
     if shape is not None:
         found |= {"documents": shape.max_docs, "longest": shape.longest, "response_rows": shape.max_rows}
     return {

@@ -169,7 +169,8 @@ class Reporter:
             return
         allowed, most = OFF[self.plan.device], device_bytes(self.device).peak
         if most > (1 + allowed) * self.plan.expected:
-            text = f"memory: the run took {human_bytes(most)}, more than the {human_bytes(self.plan.expected)} planned"
+            planned, over = human_bytes(self.plan.expected), most / self.plan.expected - 1
+            text = f"memory: the run took {human_bytes(most)}, {over:.0%} more than the {planned} planned"
             self.warn(text, step)
 
     def evaluation(self, result: EvalResult, step: int, epoch: int) -> None:
