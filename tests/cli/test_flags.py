@@ -5,13 +5,14 @@ The lists are written out: adding, renaming or dropping a setting changes them, 
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 
 import pytest
 import rich.console
 
-from graftune.cli import main
+from graftune.cli import help, main
 from graftune.cli.app import app
 from graftune.settings.config import leaves
 
@@ -89,7 +90,7 @@ def test_train_has_a_flag_for_every_leaf_and_shows_its_help_and_default(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(app, "_console", rich.console.Console(width=600))
-    assert main(["train", "--help"]) == 0
+    assert main(["train", "--help-all"]) == 0
     out = capsys.readouterr().out
     for leaf in leaves():
         flag = "--" + leaf.name.replace("_", "-")
@@ -97,6 +98,30 @@ def test_train_has_a_flag_for_every_leaf_and_shows_its_help_and_default(
         assert leaf.help in row
         if leaf.default not in ("", (), {}):
             assert "[default: " in row
+
+
+@pytest.mark.parametrize("command", FROZEN)
+def test_help_names_the_arguments_and_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    out = capsys.readouterr().out
+    usage, examples = out.splitlines()[0], out.partition("Examples:")[2].strip().splitlines()
+    positional = [name for name in flags(command) if name.isupper() and name != "MORE"]
+    assert "ARGS" not in usage and all(name in usage for name in positional)
+    assert 2 <= len(examples) <= 3 and all(f"graftune {command}" in example for example in examples)
+    for example in examples:
+        words = [word.partition("=")[0] for word in shlex.split(example) if word.startswith("-")]
+        assert set(words) <= set(flags(command)), "the examples' flags exist"
+
+
+def test_help_is_short_and_help_all_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    short = capsys.readouterr().out
+    assert main(["train", "--help-all"]) == 0
+    whole = capsys.readouterr().out
+    assert len(short.splitlines()) <= 120 < len(whole.splitlines())
+    assert "Usage: graftune train BASE DATA" in short and "more with --help-all" in short
+    assert "--rank" in short and "--beta1" not in short and "--beta1" in whole
+    assert {leaf.name for leaf in leaves()} >= help.COMMON
 
 
 def test_help_and_mistakes_load_nothing_heavy() -> None:

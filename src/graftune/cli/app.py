@@ -29,6 +29,7 @@ from graftune.cli.doctor import doctor
 from graftune.cli.eval import evaluate
 from graftune.cli.export import export
 from graftune.cli.failures import explained
+from graftune.cli.help import every_setting, help_of
 from graftune.cli.import_file import import_file
 from graftune.cli.init import init
 from graftune.cli.plan import plan
@@ -46,7 +47,8 @@ app = App(
     name="graftune",
     version=__version__,
     help="Fine-tune language models with LoRA and QLoRA adapters: train, look at the data, evaluate, chat, export.\n\n"
-    "With --verbose, anywhere on the line, errors come with their traceback and libraries with their log.",
+    "With --verbose, anywhere on the line, errors come with their traceback and libraries with their log.\n\n"
+    "graftune COMMAND --help shows examples and the common settings, --help-all every setting.",
     help_format="plaintext",
     version_flags=["--version"],
     suppress_keyboard_interrupt=False,  # main handles it
@@ -68,7 +70,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "completion": functools.partial(completion, app),
 }
 for _name, _command in COMMANDS.items():
-    app.command(_command, name=_name)
+    app.command(_command, name=_name, **help_of(_name))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(note, file=sys.stderr)
         if line.verbose:
             logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(name)s: %(message)s")
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), every_setting(line.help_all):
             if not line.verbose:
                 warnings.showwarning = _show_warning
             code = app(line.arguments, exit_on_error=False, print_error=False, result_action="return_value")

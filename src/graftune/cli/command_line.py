@@ -21,6 +21,7 @@ from graftune.settings.config import TARGET_SHORTHANDS, TARGETS, leaves
 VERBATIM = ("--prompt", "--system")  # the next word is text, even if it looks like a flag
 GLOBAL = ("--verbose",)
 HELP = ("--help", "-h", "--version")
+HELP_ALL = "--help-all"  # --help with every setting
 
 
 @dataclass
@@ -30,6 +31,7 @@ class CommandLine:
     arguments: list[str]
     notes: list[str] = field(default_factory=list)
     verbose: bool = False
+    help_all: bool = False
 
     def has(self, name: str) -> bool:
         before = self.arguments[: self.arguments.index("--")] if "--" in self.arguments else self.arguments
@@ -40,7 +42,9 @@ def read_line(arguments: Sequence[str], flags_of: Callable[[str], set[str]]) -> 
     """`flags_of` returns the flags of a command; empty for an unknown one."""
     words = list(arguments)
     end = words.index("--") if "--" in words else len(words)
-    line = CommandLine([], verbose=any(word in GLOBAL for word in words[:end]))
+    verbose, help_all = any(word in GLOBAL for word in words[:end]), HELP_ALL in words[:end]
+    line = CommandLine([], verbose=verbose, help_all=help_all)
+    words[:end] = ["--help" if word == HELP_ALL else word for word in words[:end]]
     words = [word for place, word in enumerate(words) if place >= end or word not in GLOBAL]
     command = next((word for word in words if not word.startswith("-")), "")
     known = flags_of(command)

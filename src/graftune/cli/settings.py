@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from cyclopts import Group, Parameter, Token
 
+from graftune.cli.help import SettingsPanel
 from graftune.errors import GraftuneError
 from graftune.io.yaml_file import dump_yaml
 from graftune.observe.console import Console
@@ -35,7 +36,10 @@ _TITLES = {
     "train": "Training",
     "run": "Run folder and samples",
 }
-_GROUPS = {name: Group(title, sort_key=10 + place) for place, (name, title) in enumerate(_TITLES.items())}
+_GROUPS = {
+    name: Group(title, sort_key=10 + place, help_formatter=SettingsPanel())
+    for place, (name, title) in enumerate(_TITLES.items())
+}
 
 
 def takes(*names: str, omit: Sequence[str] = ()) -> Callable[[Command], Command]:
