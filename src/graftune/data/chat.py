@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -80,6 +80,8 @@ class ChatTurns:
     form: ChatFormat
     prompt_form: Literal["inference", "template"] = "inference"
     train_reasoning: Literal["all", "none", "not_empty"] = "all"
+    # What templates write before an answer, after which role -> whether it is a header that the prompt does not give.
+    headers: dict[tuple[str, str], bool] = field(default_factory=dict, compare=False)
 
     def passages(self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int]) -> list[Passage]:
         """The texts that train `trained`, one where the template allows it."""
@@ -101,7 +103,7 @@ class ChatTurns:
         begun = {} if begun is None else begun
         found = places(lambda some: self._turn(some, tools), messages, trained, begun)
         # A prompt may end before the end of the answer before it, where a template leaves the last answer open.
-        if found is None or any(one.end > other.prompt for one, other in pairwise(found)):
+        if found is None or (self.form.append and any(one.end > other.prompt for one, other in pairwise(found))):
             return None
         return self.passage(begun[trained[-1]].text, found, messages[: trained[-1] + 1], trained, tools)
 
@@ -141,7 +143,7 @@ class ChatTurns:
             messages, changed = self._without_reasoning(messages)
             notes += [NO_REASONING] if changed else []
         full = form.render(messages, tools)
-        if moved := self._moved_reasoning(messages, full):
+        if form.reasoning.key and (moved := self._moved_reasoning(messages, full)):
             messages, full = moved, form.render(moved, tools)
             notes.append(MOVED)
         if "name" in messages[-1]:  # the prompt names no speaker
@@ -194,7 +196,7 @@ class ChatTurns:
         """The conversation with reasoning moved from the last content to the field that the template reads, where
         the template has written an empty block before it; None if it has not."""
         reasoning, content = self.form.reasoning, messages[-1]["content"] or ""
-        if not reasoning.key or reasoning.close.strip() not in content:
+        if reasoning.tags[1] not in content:
             return None
         (why, rest), place = reasoning.inline(content), full.rfind(content.strip())
         if not why or place < 0 or not reasoning.closed_by(full[:place]):
@@ -204,19 +206,24 @@ class ChatTurns:
     def _completed(self, prompt: str, answer: str, messages: list[Message], tools: list[Any] | None) -> tuple[str, str]:
         """What the rendering has after the prompt, and a note for the user."""
         reasoning, content = self.form.reasoning, messages[-1]["content"] or ""
-        if self.prompt_form == "inference" and reasoning.opened_by(prompt) and reasoning.close.strip() not in answer:
+        if self.prompt_form == "inference" and reasoning.opened_by(prompt) and reasoning.tags[1] not in answer:
             why, _ = reasoning.in_message(messages[-1])
             return why + reasoning.close + answer, OTHER_PROMPT["inference"] if why else CLOSED_AT_ONCE
-        if not answer.lstrip().startswith(content.lstrip()[:16] or "\n"):
+        if not answer.startswith(content[:16] or "\n"):
             # The template writes something before the answer. Is it a header that the prompt does not give?
             control, calls = self.form.control, messages[-1].get("tool_calls")
-            first = content.strip() or (calls[0].get("function", {}).get("name", "") if calls else "")
-            place = answer.find(first) if first else -1
-            written = _words(answer[: max(place, 0)], control) - _words(reasoning.open + reasoning.close, control)
+            name = calls[0].get("function", {}).get("name", "") if calls else ""
+            first = [content, name, *(messages[-1].get(key) for key in REASONING_KEYS)]
+            places = [answer.find(text.strip()) for text in first if isinstance(text, str) and text.strip()]
+            before = answer[: min((place for place in places if place >= 0), default=0)]
+            written = _words(before, control) - _words(reasoning.open + reasoning.close, control)
             if calls:  # beside the syntax of a call
                 written &= _words(self.form.header, control)
-            if written and self.form.render(messages[:-1], tools).startswith(prompt):
-                return answer, HEADER_TRAINED
+            if written:
+                key = before, messages[-2]["role"]
+                if key not in self.headers:
+                    self.headers[key] = self.form.render(messages[:-1], tools).startswith(prompt)
+                return answer, HEADER_TRAINED if self.headers[key] else ""
         return answer, ""
 
     def _is_generated(self, full: str, found: Header) -> bool:

@@ -9,6 +9,7 @@ format (`template: none`, and models without a template) renders BOS itself wher
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -119,13 +120,16 @@ class Reasoning:
 
     def opened_by(self, prompt: str) -> bool:
         """Whether the prompt ends with an open block."""
-        tag = self.open.strip()
-        return bool(tag) and prompt[-LONGEST_TAG:].rstrip().endswith(tag)
+        return bool(self.tags[0]) and prompt[-LONGEST_TAG:].rstrip().endswith(self.tags[0])
 
     def closed_by(self, prompt: str) -> bool:
         """Whether the prompt ends with a block that it has closed."""
-        tag = self.close.strip()
-        return bool(tag) and prompt[-LONGEST_TAG:].rstrip().endswith(tag)
+        return bool(self.tags[1]) and prompt[-LONGEST_TAG:].rstrip().endswith(self.tags[1])
+
+    @functools.cached_property
+    def tags(self) -> tuple[str, str]:
+        """The opening and the closing tag, without blanks."""
+        return self.open.strip(), self.close.strip()
 
     def in_message(self, message: Message) -> tuple[str, str]:
         """(reasoning, the rest of the content) of an assistant message, wherever it was written."""
