@@ -66,7 +66,7 @@ def test_numbers_stay() -> None:
 
 
 def test_a_run_keeps_and_says_what_was_chosen(tiny_folder, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    data, out = write_data(tmp_path / "data.jsonl", rows=30), tmp_path / "run"
+    data, out = write_data(tmp_path / "data.jsonl", rows=10), tmp_path / "run"
     values = {"base": str(tiny_folder("llama-shallow")), "data": str(data), "device": "cpu", "rank": 2, "samples": 0}
     coming = expected.expected(job := prepare.job_of(Config.of(values), QUIET), job.plan("none", 64))
     assert coming is not None and coming.seconds is not None and coming.seconds > 0
