@@ -55,7 +55,7 @@ def test_from_beginning_to_end(tmp_path: Path) -> None:
     append(run, {"event": "resume", "step": 1})
     assert state(run, me)[0] == "training" and state(run, None)[0] == "died"
     append(run, {"event": "eval", "step": 5, "loss": 1.5}, end(5, "early stop"))
-    early = "stopped early at step 5 of 9, because validation loss no longer fell"
+    early = "stopped early at step 5 of 9, because validation no longer improved"
     assert state(run, None) == ("finished", f"{early}; the best validation loss was 1.5, at step 5")
     append(run, {"event": "extend", "steps": 20}, step(6), end(20))
     assert state(run, None)[1].startswith("finished at step 20 of 20")

@@ -1,16 +1,19 @@
-"""graftune eval: loss and perplexity on the response tokens of a data set."""
+"""graftune eval: loss and perplexity on the response tokens of a data set, and a metric of the answers."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from graftune.cli.settings import Switch, takes
+from graftune.cli.settings import Switch, given, takes
 from graftune.cli.target import open_target
 from graftune.observe.console import Console
+from graftune.settings.config import Config
 from graftune.settings.recognise import check_data
 
+METRIC = ("metric", "metric_records", "metric_seconds", "sample_tokens")
 
-@takes("base", "data", omit=("data", "eval_data", "val_split", "eval_examples"))
+
+@takes("base", "data", *METRIC, omit=("data", "eval_data", "val_split", "eval_examples"))
 def evaluate(
     target: str,
     data: str,
@@ -21,7 +24,7 @@ def evaluate(
     quiet: Switch = False,
     settings: Any = None,
 ) -> int:
-    """Loss and perplexity of a run, adapter or base on DATA, counted over response tokens.
+    """Loss and perplexity of a run, adapter or base on DATA, counted over response tokens, and --metric of its answers.
 
     Parameters
     ----------
@@ -39,25 +42,35 @@ def evaluate(
     console = Console(json=json, quiet=quiet)
     check_data(data)
 
+    from graftune.training.metric import check_metric, metric_of
     from graftune.training.prepare import report_refused
+
+    asked = {name: value for name, value in given(settings).items() if name in METRIC}
+    check_metric(Config.of(asked))
 
     run = open_target(target, settings, needs_adapter="--base-too" if base_too else None, console=console, task="eval")
     examples = run.prepare(data, console)
     summary = examples.summary
     report_refused(console, summary)
-    tuned = _figures(_with_progress(run, examples, console, True))
-    base = _figures(_with_progress(run, examples, console, False)) if base_too else None
+    config = run.config.replace(**{"metric": "", **asked})
+    metric, left = metric_of(config, examples, data, run.tokenizer, run.base.spec.max_positions, 0)
+    if left:
+        console.warn(left)
+    tuned = _figures(_with_progress(run, examples, console, True)) | _measured(run, metric, console, True)
+    base: dict[str, Any] | None = None
+    if base_too:
+        base = _figures(_with_progress(run, examples, console, False)) | _measured(run, metric, console, False)
     more = {"base": base} if base else {}
     left_out = {**summary.refused, **summary.dropped}
     console.result(
         {"target": target, "data": data, **tuned, "left_out": left_out, "shortened": summary.truncated, **more}
     )
     if not json:
-        rows = [(name, value, *([base[name]] if base else [])) for name, value in tuned.items()]
+        columns = [_rows(figures) for figures in (tuned, base) if figures]
         console.table(
             f"{target or 'bundled base'} on {data}",
             ("", "tuned", "base") if base else ("", "value"),
-            [(name.replace("_", " "), *map(_shown, values)) for name, *values in rows],
+            [(name, *(column.get(name, "-") for column in columns)) for name in columns[0]],
         )
     return 0
 
@@ -66,6 +79,30 @@ def _with_progress(run: Any, examples: Any, console: Console, adapted: bool) -> 
     label = "evaluating" if adapted else "evaluating the base"
     with console.progress(len(examples.examples), label=label, unit="examples") as bar:
         return run.evaluate(examples, adapted=adapted, on_progress=bar.update)
+
+
+def _measured(run: Any, metric: Any, console: Console, adapted: bool) -> dict[str, Any]:
+    """The metric of the answers; nothing without one."""
+    if metric is None:
+        return {}
+    label = "answering" if adapted else "answering by the base"
+    with console.progress(len(metric.questions), label=label, unit="answers") as bar:
+        answers = metric.answers(run.parts, adapted=adapted, between=bar.update)
+    try:
+        scores = metric.scores(answers)
+    finally:
+        metric.close()
+    if scores.failed:
+        console.warn(scores.failures)
+    if scores.cut:
+        console.note(f"{scores.cut} of {scores.records} answers were cut off at sample_tokens")
+    return dict(scores.document())
+
+
+def _rows(figures: dict[str, Any]) -> dict[str, str]:
+    """The figures as a table shows them, with each metric in a row of its own."""
+    flat = {name.replace("_", " "): value for name, value in figures.items() if isinstance(value, int | float)}
+    return {name: _shown(value) for name, value in (flat | figures.get("metrics", {})).items()}
 
 
 def _figures(result: Any) -> dict[str, Any]:

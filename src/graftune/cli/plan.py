@@ -17,7 +17,19 @@ from graftune.observe.console import Console
 WIDTH = 40  # of the bar
 
 
-@takes("base", "lora", "data", "optim", "train", "samples", "sample_tokens", "score", "score_records")
+@takes(
+    "base",
+    "lora",
+    "data",
+    "optim",
+    "train",
+    "samples",
+    "sample_tokens",
+    "score",
+    "score_records",
+    "metric",
+    "metric_records",
+)
 def plan(
     base: Annotated[str, Parameter(show_default=False)] = "",
     data: Annotated[str, Parameter(show_default=False)] = "",

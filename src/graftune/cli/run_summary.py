@@ -31,6 +31,10 @@ def _changed(result: Any) -> list[str]:
         best = result.summary.get("best_step", -1)
         if 0 < best < result.steps:
             found[-1] += f", best at step {best}, which is kept"
+    metric = result.summary.get("metric") or {}
+    if metric.get("best") is not None:
+        start = "" if metric["start"] is None else f"{metric['start']:.3f} -> "
+        found.append(f"{metric['name']} {start}{metric['best']:.3f}")
     scores = result.summary.get("score") or {}
     if {"base", "tuned"} <= set(scores):
         base, tuned = scores["base"], scores["tuned"]

@@ -83,7 +83,7 @@ def _ended(folder: Path, log: RunSummary) -> RunStatus:
     if stopped == "finished":
         return RunStatus("finished", f"finished at {done}{_best(log)}")
     if stopped == "early stop":
-        return RunStatus("finished", f"stopped early at {done}, because validation loss no longer fell{_best(log)}")
+        return RunStatus("finished", f"stopped early at {done}, because validation no longer improved{_best(log)}")
     why = {
         "interrupted": f"stopped by {_signal(log)} at {done}",
         "not finite": f"stopped itself at {done}: updates in a row were skipped because numbers were not finite",

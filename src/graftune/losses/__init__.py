@@ -8,7 +8,7 @@ from graftune.data.kind import DataKind
 from graftune.errors import GraftuneError
 from graftune.losses.anchored import Anchored
 from graftune.losses.cross_entropy import CrossEntropy
-from graftune.losses.interface import Computed, LogProbLoss, Loss, reference_log_probs
+from graftune.losses.interface import Computed, LogProbLoss, Loss, checked, reference_log_probs
 from graftune.settings.config import TrainConfig
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "LogProbLoss",
     "Loss",
     "PackedBatch",
+    "checked",
     "choose",
     "reference_log_probs",
 ]

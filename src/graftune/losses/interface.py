@@ -99,6 +99,35 @@ class Loss(ABC):
         return figures.get("cross_entropy")
 
 
+def checked(loss: Loss, found: Computed, rows: torch.Tensor, *, need_grad: bool = True) -> Computed:
+    """What a loss returned, refused in one sentence if the step cannot use it. `rows`: the output's."""
+    name, count = type(loss).__name__, len(loss.figures)
+    if not isinstance(found, tuple) or len(found) != 3:
+        what, fix = f"returned {_kind(found)}", "return Computed(total, grad, figures)"
+    elif not isinstance(found[0], torch.Tensor) or found[0].dim():
+        what, fix = (
+            f"returned {_kind(found[0])} as its total",
+            "return the sum over the batch, a tensor of 0 dimensions",
+        )
+    elif (found[1] is not None or need_grad) and (
+        not isinstance(found[1], torch.Tensor) or found[1].shape != rows.shape
+    ):
+        what, fix = f"returned {_kind(found[1])} as its gradient", f"return a tensor of the shape {list(rows.shape)}"
+    elif (found[2] is not None or count) and (not isinstance(found[2], torch.Tensor) or found[2].shape != (count,)):
+        names = f" ({', '.join(loss.figures)})" if count else ""
+        what = f"returned {_kind(found[2])} as its figures and declares {count} of them{names}"
+        fix = f"return a tensor of {count} sums in the order of `figures`" if count else "name them in `figures`"
+    else:
+        return Computed(*found)
+    raise GraftuneError(f"the loss {name} {what}", fix=fix)
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of the shape {list(value.shape)}"
+    return "nothing" if value is None else f"an object of the type {type(value).__name__}"
+
+
 class LogProbLoss(Loss):
     """A loss that is a function of the labels' log-probabilities, in two passes over the head.
 
@@ -121,7 +150,15 @@ class LogProbLoss(Loss):
         scale: torch.Tensor | None = None,
         need_grad: bool = True,
     ) -> Computed:
-        total, slopes, figures = self.of_log_probs(output.log_probs(batch.labels), reference, batch)
+        log_probs = output.log_probs(batch.labels)
+        found = self.of_log_probs(log_probs, reference, batch)
+        if not isinstance(found, tuple) or len(found) != 3:
+            what = f"the loss {type(self).__name__} returned {_kind(found)} from of_log_probs"
+            raise GraftuneError(what, fix="return three values: the sum, its derivatives and the figures (or None)")
+        total, slopes, figures = found
+        if not isinstance(slopes, torch.Tensor) or slopes.shape != log_probs.shape:
+            what = f"the loss {type(self).__name__} returned {_kind(slopes)} as its derivatives"
+            raise GraftuneError(what, fix=f"return one for each log-probability, a tensor of {len(log_probs)}")
         grad = output.grad_of(batch.labels, slopes, scale) if need_grad else None
         return Computed(total, grad, figures)
 

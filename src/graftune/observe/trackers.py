@@ -203,4 +203,5 @@ def _keys(path: Path) -> dict[str, str]:
 def metrics_of(event: Event) -> dict[str, float]:
     """The metrics of an event, by Hugging Face's names."""
     names = NAMES.get(event["event"], {})
-    return {name: float(event[key]) for key, name in names.items() if isinstance(event.get(key), int | float)}
+    found = {name: float(event[key]) for key, name in names.items() if isinstance(event.get(key), int | float)}
+    return found | {f"eval/{name}": float(value) for name, value in (event.get("metrics") or {}).items()}

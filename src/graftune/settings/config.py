@@ -291,6 +291,21 @@ class RunConfig:
     score: bool = opt(
         True, "score the answers where the data set brings a scorer (the bundled sample does)", resume="free"
     )
+    metric: str = opt(
+        "",
+        "measures answers to held-out records at each evaluation: exact (equal to the reference but for blank ends), "
+        "sample (the bundled sample's scorer) or file.py:function; its mean chooses the best checkpoint and the early "
+        "stop; empty: the validation loss does",
+        resume="fixed",
+    )
+    metric_goal: Literal["max", "min"] = opt("max", "whether a larger or a smaller metric is better", resume="fixed")
+    metric_records: int = opt(
+        0,
+        "held-out records that the metric is computed on; 0: 24 in a run, all in graftune eval",
+        resume="stored",
+        min=0,
+    )
+    metric_seconds: float = opt(10.0, "longest time of one call of file.py:function", resume="free", above=0)
     score_records: int = opt(0, "unseen records scored; 0: 24, or none if samples is 0", resume="free", min=0)
     trace_steps: int = opt(
         0, "trace the kernels of this many steps, starting at step 5, into trace.json.gz; 0: none", resume="free", min=0

@@ -73,6 +73,10 @@ class Settings(TypedDict, total=False):
     sample_every: int
     sample_tokens: int
     score: bool
+    metric: str
+    metric_goal: Literal["max", "min"]
+    metric_records: int
+    metric_seconds: float
     score_records: int
     trace_steps: int
     profile_every: int

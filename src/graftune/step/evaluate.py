@@ -19,7 +19,7 @@ import torch
 from graftune.batch import PLAIN, BatchLayout, Example, PackedBatch
 from graftune.data.encoded import lengths_of, responses_of, take
 from graftune.data.pack import Capacities, bins_in_order, capacities, divided, pack, pack_nothing
-from graftune.losses import Computed, CrossEntropy, Loss, reference_log_probs
+from graftune.losses import Computed, CrossEntropy, Loss, checked, reference_log_probs
 from graftune.model.decoder import Decoder
 from graftune.model.start import Start
 from graftune.ranks import WHOLE, Share
@@ -105,12 +105,8 @@ def evaluate_batch(
     """The loss of one batch, without a gradient."""
     ctx = decoder.begin_batch(batch, backend, longest, adapted=adapted)
     reference = reference_log_probs(loss, decoder, batch, ctx, start)
-    return loss(
-        decoder.read_out(decoder.forward(batch.tokens, ctx, batch.rows), adapted=adapted),
-        batch,
-        reference,
-        need_grad=False,
-    )
+    output = decoder.read_out(decoder.forward(batch.tokens, ctx, batch.rows), adapted=adapted)
+    return checked(loss, loss(output, batch, reference, need_grad=False), output.normed, need_grad=False)
 
 
 def shape_of(examples: Sequence[Example], capacity: int, layout: BatchLayout = PLAIN) -> Capacities:

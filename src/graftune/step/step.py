@@ -23,7 +23,7 @@ from graftune.batch import PackedBatch
 from graftune.kernels import adamw, grad_norm, launch, matmul, rehearsal
 from graftune.kernels.blocks import BlockTable, spans_of
 from graftune.kernels.rehearsal import LOGITS
-from graftune.losses import CrossEntropy, Loss, reference_log_probs
+from graftune.losses import CrossEntropy, Loss, checked, reference_log_probs
 from graftune.model.arena import Arena
 from graftune.model.block import Stream
 from graftune.model.context import Dropout, SideStreams
@@ -155,7 +155,8 @@ class Step:
         scale = self.scaler.scale * self.unit if self.scaler else None
         with rehearsal.owned(LOGITS):
             output = self.decoder.read_out(stream)
-            total, grad, figures = self.loss(output, batch, reference, scale=scale)
+            found = self.loss(output, batch, reference, scale=scale)
+            total, grad, figures = checked(self.loss, found, output.normed)
             self.loss_sum.add_(total, alpha=self.unit)
             self.token_sum.add_((batch.labels >= 0).sum())
             if figures is not None:

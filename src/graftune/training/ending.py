@@ -29,7 +29,7 @@ def finish(state: RunState, checkpoints: Checkpoints, stopped: str) -> dict[str,
         ranks.spread(parts, p)
     if p.step and not p.updates:
         console.warn("every update was skipped, because no gradient was finite: nothing was trained")
-    elif p.first_loss is not None and p.best_loss is not None and p.best_loss >= p.first_loss:
+    elif p.first_loss is not None and p.best_loss is not None and p.best_loss >= p.first_loss and p.best_metric is None:
         console.warn("validation loss did not fall below where it started: training does not help on this data")
     if parts.pipeline.captures > 1:
         console.warn(f"the step was captured {parts.pipeline.captures} times, for batches of as many shapes")

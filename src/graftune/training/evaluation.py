@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from graftune.batch import Example
+from graftune.step.evaluate import EvalResult
 from graftune.training.hooks import Hook, RunState
+from graftune.training.metric import Metric, Scores
+from graftune.weights.checkpoint import Progress
 
 
 class Evaluation(Hook):
-    """Measures the validation loss, keeps count of the best one, and lets the other hooks know."""
+    """Measures the validation loss and the metric, keeps count of the best step, and lets the other hooks know."""
 
-    def __init__(self, examples: Sequence[Example]):
-        self.examples = examples
+    def __init__(self, examples: Sequence[Example], metric: Metric | None = None):
+        self.examples, self.metric = examples, metric
+        self.name = ""  # of the number that chooses the best step
+        self.cut_reported = False
 
     def due(self, state: RunState) -> bool:
         p, every = state.progress, state.config.train.eval_every
@@ -28,15 +35,69 @@ class Evaluation(Hook):
         counted = report.counted("validating", len(self.examples), "examples", state.check_stop_alone)
         with state.pausing_steps("evaluate"), counted as count, state.stop.interruptible():
             result = state.parts.evaluated(self.examples, on_progress=count)
-        report.evaluation(result, p.step, p.epoch)
+        scores = None if self.metric is None else self._scores(state, self.metric)
+        report.evaluation(result, p.step, p.epoch, scores)
+        if scores is not None:
+            self._report_faults(state, scores)
         p.last_eval = p.step
-        if p.step == 0:
-            p.first_loss = result.loss if math.isfinite(result.loss) else None  # as in the log
-        elif math.isfinite(result.loss) and (p.best_loss is None or result.loss < p.best_loss):
-            p.best_loss, p.best_step, p.stale = result.loss, p.step, 0
-        else:
-            p.stale += 1
+        self._count(state, result, None if scores is None else scores.value)
         for hook in state.hooks:
             hook.evaluated(state, result)
         state.stop.signal = max(state.ranks.gather(state.stop.signal))  # all ranks stop, or none
         state.check_stop()
+
+    def finish(self, state: RunState) -> dict[str, Any]:
+        p = state.progress
+        return {"metric": {"name": self.name, "start": p.first_metric, "best": p.best_metric}} if self.name else {}
+
+    def close(self, state: RunState) -> None:
+        if self.metric is not None:
+            self.metric.close()
+
+    def _count(self, state: RunState, result: EvalResult, value: float | None) -> None:
+        """Compare this step with the best one so far. `value`: of the metric."""
+        p, goal = state.progress, state.config.run.metric_goal
+        if p.step == 0:
+            p.first_loss = result.loss if math.isfinite(result.loss) else None  # as in the log
+            p.first_metric = value
+        elif math.isfinite(result.loss) and is_better(p, result.loss, value, goal):
+            p.best_loss, p.best_step, p.stale = result.loss, p.step, 0
+            p.best_metric = p.best_metric if value is None else value
+        else:
+            p.stale += 1
+
+    def _scores(self, state: RunState, metric: Metric) -> Scores:
+        """Rank 0 answers and calls the metric. Where every forward pass needs all ranks, all of them answer."""
+        answers, count = [], len(metric.questions)
+        if state.ranks.leads or state.parts.placement.ranks > 0:
+            label, check = "answering held-out prompts", state.check_stop_alone
+            counted = state.report.counted(label, count, "answers", check)
+            with (
+                state.ranks.busy(label),
+                state.pausing_steps("metric"),
+                counted as between,
+                state.stop.interruptible(),
+            ):
+                answers = metric.answers(state.parts, adapted=True, between=between)
+        with state.ranks.busy("computing the metric"), state.pausing_steps("metric"):
+            return Scores(**state.ranks.from_lead(lambda: asdict(metric.scores(answers, state.check_stop_alone))))
+
+    def _report_faults(self, state: RunState, scores: Scores) -> None:
+        step, report = state.progress.step, state.report
+        self.name = next(iter(scores.means), self.name)
+        if scores.failed:
+            instead = "" if scores.means else "; the validation loss says here whether this step is the best"
+            report.warn(f"step {step}: {scores.failures}{instead}", step)
+        if scores.cut and not self.cut_reported:
+            self.cut_reported = True
+            report.console.note(f"{scores.cut} of {scores.records} answers were cut off at sample_tokens")
+
+
+def is_better(best: Progress, loss: float, value: float | None, goal: str) -> bool:
+    """Whether an evaluation is better than the best so far: by the metric; by the loss where the metric is equal, or
+    there is none."""
+    if best.best_loss is None or (value is not None and best.best_metric is None):
+        return True
+    if value is None or best.best_metric is None or value == best.best_metric:
+        return loss < best.best_loss
+    return (value > best.best_metric) == (goal == "max")

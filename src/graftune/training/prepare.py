@@ -44,6 +44,7 @@ from graftune.settings.config import Config
 from graftune.settings.sources import DataValue, label
 from graftune.step.evaluate import shape_of
 from graftune.tokenizer.template import today
+from graftune.training.metric import USUAL_RECORDS, Metric, check_metric, metric_of
 from graftune.training.ranks import SingleProcess
 from graftune.training.reserve import Reserver, left_by_others
 from graftune.training.resume import stretched, with_full_paths
@@ -62,6 +63,7 @@ class RunData(NamedTuple):
     examples_sha256: str  # of both; of validation without its limit, which may change on a resume
     largest: int  # tokens that a micro-batch has to hold at least
     questions: Questions
+    metric: Metric | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ def prepare_run(
     `held` is open. `before`: the settings so far of a run that is resumed."""
     if before is None and not config.data.date:
         config = config.replace(date=ranks.from_lead(lambda: today().isoformat()))
+    ranks.from_lead(lambda: check_metric(config))
     device = ranks.device(config.base.device)
     for note in set_up(device):  # a missing package is reported before data is read
         console.note(note)
@@ -204,9 +207,13 @@ def _read(config: Config, base: Base, adapter: Adapter | None, path: DataValue, 
             fix=f"set max_seq_len to {base.spec.max_positions} or less",
         )
     questions = Questions(validation, config, reader, base.spec.max_positions)
+    data = config.data.eval_data or path
+    metric, left = metric_of(config, validation, data, reader, base.spec.max_positions, USUAL_RECORDS)
+    if left:
+        console.warn(left)
     parts = training.examples, validation.examples
     least = max(largest(part, loss.layout(part)) for part in parts)
-    return RunData(training, validation, examples_sha256, least, questions)
+    return RunData(training, validation, examples_sha256, least, questions, metric)
 
 
 def job_of(config: Config, console: Console, memory: int = 0, model: CardModel | None = None) -> Job:
@@ -260,7 +267,7 @@ def run_job(
         ranks=ranks,
         evaluates=bool(held_out),
         evaluated=evaluated if held_out else None,
-        asked=data.questions.lengths,
+        asked=(*data.questions.lengths, *(data.metric.lengths if data.metric else ())),
         resuming=resuming,
     )
 

@@ -28,6 +28,7 @@ from graftune.step.evaluate import EvalResult
 from graftune.step.flops import StepFlops
 from graftune.step.pipeline import Figures
 from graftune.training import floors
+from graftune.training.metric import Scores
 
 OFF = {"cuda": 0.03, "cpu": 0.10}  # how far a run may exceed its plan
 
@@ -173,11 +174,13 @@ class Reporter:
             text = f"memory: the run took {human_bytes(most)}, {over:.0%} more than the {planned} planned"
             self.warn(text, step)
 
-    def evaluation(self, result: EvalResult, step: int, epoch: int) -> None:
-        self.log.emit("eval", step=step, epoch=epoch, **result.document())
+    def evaluation(self, result: EvalResult, step: int, epoch: int, scores: Scores | None = None) -> None:
+        measured = {} if scores is None else scores.document()
+        self.log.emit("eval", step=step, epoch=epoch, **result.document(), **measured)
         figures = [f"loss {result.loss:.4f}"]
         figures += [] if result.perplexity is None else [f"perplexity {result.perplexity:.2f}"]
         figures += [f"{name.replace('_', ' ')} {value:.4f}" for name, value in result.figures.items()]
+        figures += [f"{name} {value:.4f}" for name, value in measured.get("metrics", {}).items()]
         self.console.note(f"validation at step {step}: {', '.join(figures)} ({result.response_tokens} response tokens)")
 
     @contextmanager

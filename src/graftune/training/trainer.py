@@ -101,7 +101,7 @@ class Trainer:
         if prepared.data.questions.questions:
             hooks.append(Samples(prepared.data.questions))
         if prepared.data.validation.examples:
-            hooks.append(Evaluation(prepared.data.validation.examples))
+            hooks.append(Evaluation(prepared.data.validation.examples, prepared.data.metric))
         hooks += [self.checkpoints, self.guard]
         if callbacks:
             hooks.append(Callbacks(callbacks))

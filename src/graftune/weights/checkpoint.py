@@ -62,9 +62,11 @@ class Progress:
     updates: int = 0  # counts applied updates only
     last_eval: int = -1  # step of the latest evaluation
     first_loss: float | None = None  # of the evaluation before step 1
-    best_loss: float | None = None
+    best_loss: float | None = None  # of the best step
     best_step: int = -1
     stale: int = 0  # evaluations since the best
+    first_metric: float | None = None  # as first_loss and best_loss, where a metric is set
+    best_metric: float | None = None
 
 
 def is_sound(arena: Arena) -> bool:

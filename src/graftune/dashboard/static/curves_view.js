@@ -5,7 +5,7 @@ import { button, el, fill } from "./dom.js";
 import { count } from "./format.js";
 import { shortcut } from "./keys.js";
 import { memoryTable } from "./memory.js";
-import { NAMES, PANELS, clipMark, evalLine, isShown, linesOf } from "./panels.js";
+import { NAMES, PANELS, clipMark, evalLine, isShown, linesOf, metricLine, metricPanels } from "./panels.js";
 import { Curves } from "./series.js";
 import { USUAL, smoothLoss, spanOf } from "./smooth.js";
 
@@ -112,6 +112,11 @@ export class CurvesView {
       const latest = [this.curves.latest(panel.name)];
       if (panel.name === "loss") chart.set(aligned(this.lossLines(line, part)), { latest: [...latest, ...(this.span ? [null] : []), this.curves.evals.at(-1)?.loss] });
       else chart.set(aligned([line]), { latest });
+    }
+    for (const panel of metricPanels(this.curves.evals)) {
+      if (!this.charts.has(panel.name)) this.makeChart(panel);
+      const line = metricLine(this.curves.evals, panel.metric);
+      this.charts.get(panel.name).set(aligned([line]), { latest: [line.values.at(-1)] });
     }
   }
 

@@ -17,7 +17,7 @@ export const NAMES = PANELS.map((panel) => panel.name);
 
 // The lines of a panel for one run, and their data out of `part` {steps, values} and the evaluations.
 export function linesOf(panel, smooth) {
-  if (panel.name !== "loss") return [{ label: panel.title.toLowerCase(), colour: "--line-1", points: false }];
+  if (panel.name !== "loss") return [{ label: panel.title.toLowerCase(), colour: "--line-1", points: Boolean(panel.metric) }];
   const training = smooth ? [{ label: "training", colour: "--raw" }, { label: "smoothed", colour: "--line-1", width: 1.75, smooth: true }] : [{ label: "training", colour: "--line-1" }];
   return [...training, { label: "validation", colour: "--line-2", width: 1.75, points: true }];
 }
@@ -28,6 +28,17 @@ export const isShown = (panel, values) => !panel.shownIf || values.some(panel.sh
 // From the evaluation before step 1, at step 0, to the last one.
 export function evalLine(evals) {
   return { steps: evals.map((each) => each.step), values: evals.map((each) => each.loss ?? null) };
+}
+
+// A chart for each metric of the evaluations, and its line.
+export function metricPanels(evals) {
+  const names = new Set(evals.flatMap((each) => Object.keys(each.metrics ?? {})));
+  return [...names].slice(0, 16).map((metric) => ({ name: `metric ${metric}`, title: `Metric: ${metric}`, format: short, metric }));
+}
+
+export function metricLine(evals, metric) {
+  const value = (each) => (Number.isFinite(each.metrics?.[metric]) ? each.metrics[metric] : null);
+  return { steps: evals.map((each) => each.step), values: evals.map(value) };
 }
 
 export function clipMark(settings) {

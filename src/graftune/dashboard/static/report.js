@@ -6,7 +6,7 @@ import { withCode } from "./code_text.js";
 import { copyButton, el, fill } from "./dom.js";
 import { count, date, duration, loss } from "./format.js";
 import { memoryTable } from "./memory.js";
-import { PANELS, clipMark, evalLine, isShown, linesOf } from "./panels.js";
+import { PANELS, clipMark, evalLine, isShown, linesOf, metricLine, metricPanels } from "./panels.js";
 import { USUAL, smoothLoss, spanOf } from "./smooth.js";
 
 const run = JSON.parse(document.getElementById("run").textContent);
@@ -28,6 +28,7 @@ function headOf() {
 }
 
 function chartOf(panel, range) {
+  if (panel.metric) return [new Chart({ ...panel, lines: linesOf(panel), range, marks: run.marks }), panel, [metricLine(run.evals, panel.metric)]];
   const values = run.curves.values[panel.name];
   if (!values || !isShown(panel, values)) return null;
   const mark = panel.name === "grad_norm" ? clipMark({ clip: run.clip }) : null;
@@ -53,7 +54,7 @@ function show() {
   const range = new Range();
   const steps = [...run.curves.steps, ...run.evals.map((each) => each.step)];
   range.whole = [Math.min(0, ...steps), Math.max(1, ...steps)];
-  const charts = PANELS.map((panel) => chartOf(panel, range)).filter(Boolean);
+  const charts = [...PANELS, ...metricPanels(run.evals)].map((panel) => chartOf(panel, range)).filter(Boolean);
   const log = el("input", { type: "checkbox", on: { change: () => charts.forEach(([chart, panel]) => panel.canLog && chart.setLog(log.checked)) } });
   const thinned = run.curves.thinned ? el("p", { class: "dim" }, "The curves are downsampled: each point shows the lowest or the highest value of several steps.") : null;
   const warnings = run.warnings.length ? section("Warnings", run.warned > run.warnings.length ? el("p", { class: "dim" }, `The last ${run.warnings.length} of ${count(run.warned)}.`) : null, el("ul", { class: "lines" }, run.warnings.map((text) => el("li", {}, text)))) : null;

@@ -54,6 +54,14 @@ def score_all(pairs: Iterable[tuple[str, str]]) -> ScoreReport:
     )
 
 
+def score_answer(answer: str, reference: str) -> dict[str, float]:
+    """As a metric: 1 or 0 for the whole answer, for its shape and for each field."""
+    expected, given = _parsed(reference), _parsed(answer)
+    fields = {key: float(bool(given and expected and given[key] == expected[key])) for key in KEYS}
+    exact = float(given is not None and given == expected)
+    return {"exact": exact, "valid_json": float(given is not None), **fields}
+
+
 def _parsed(answer: str) -> dict[str, Any] | None:
     """The object an answer spells, or None if it is not exactly of the task's shape."""
     text = answer.strip()

@@ -1,0 +1,293 @@
+"""Metrics: answers to held-out records are compared with their references, by `exact`, by the bundled sample's scorer,
+or by a function of the user's own.
+
+The user's function runs in a process of its own (metric_process.py) with a time limit per call. A call that raises,
+hangs, ends its process or returns something else than finite numbers is counted; the run goes on, and the means are
+over the calls that worked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from graftune.data.dataset import Dataset
+from graftune.data.row import Refusal
+from graftune.data.sample import score_answer
+from graftune.data.source import rows, sources
+from graftune.data.summary import counted
+from graftune.data.template import stop_ids, usable_format
+from graftune.errors import GraftuneError, one_line
+from graftune.infer.sample import Sampling
+from graftune.session import Parts, text
+from graftune.settings.config import Config
+from graftune.settings.sources import DataValue
+from graftune.tokenizer import Tokenizer
+
+USUAL_RECORDS = 24  # in a run
+LOADING = 120.0  # seconds in which the file of a metric has to be imported
+HANGS = 3  # calls in a row that hang; the rest of an evaluation is then not tried
+_SLICE = 0.1  # seconds between two looks for a signal
+Between = Callable[[], None]
+
+
+def _exact(answer: str, reference: str) -> dict[str, float]:
+    return {"exact": float(answer.strip() == reference.strip())}
+
+
+BUILT_IN: dict[str, Callable[[str, str], dict[str, float]]] = {"exact": _exact, "sample": score_answer}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A held-out record of the metric."""
+
+    prompt: str  # as the model is given it
+    tokens: list[int]
+    reference: str
+    row: int  # its key in the data
+    record: dict[str, Any] = field(default_factory=dict)  # its columns
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The means of a metric over the calls that worked."""
+
+    means: dict[str, float]  # by name; the first one chooses the best checkpoint. Empty: every call failed
+    records: int  # answers that were scored
+    failed: int = 0
+    error: str = ""  # of the first call that failed, with its row
+    cut: int = 0  # answers that ended at sample_tokens
+
+    @property
+    def value(self) -> float | None:
+        return next(iter(self.means.values()), None)
+
+    @property
+    def failures(self) -> str:
+        """What failed, in one sentence; empty if nothing did."""
+        if not self.failed:
+            return ""
+        rest = f"the means are over the other {self.records - self.failed}" if self.means else "there is no mean"
+        return f"the metric failed for {self.failed} of {counted(self.records, 'answer')}; {rest}; first {self.error}"
+
+    def document(self) -> dict[str, Any]:
+        """Of the log's event."""
+        failed = {"metric_failed": self.failed, "metric_error": self.error} if self.failed else {}
+        return {"metrics": self.means, "metric_records": self.records, **failed}
+
+
+class MetricProcess:
+    """The process of a user's function. It is started for the first call, and again after one that hung."""
+
+    def __init__(self, path: Path, name: str, seconds: float):
+        self.path, self.name, self.seconds = path, name, seconds
+        self.hangs = 0  # in a row
+        self._process: subprocess.Popen[bytes] | None = None
+        self._read = b""
+
+    def start(self, between: Between = lambda: None) -> str:
+        """Import the function. Returns why that failed, or an empty text."""
+        script = str(Path(__file__).with_name("metric_process.py"))
+        arguments = [json.dumps([entry or os.getcwd() for entry in sys.path]), str(self.path), self.name]
+        self._read = b""
+        self._process = subprocess.Popen(
+            [sys.executable, script, *arguments, str(self.seconds)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the run; what the function starts ends with it
+        )
+        try:
+            why = self._line(LOADING, between)
+        except _CallFailed as error:
+            why = str(error)
+        if why:
+            self.close()
+        return why or ""
+
+    def __call__(self, given: dict[str, Any], between: Between) -> dict[str, float]:
+        """Call the function; raises `_CallFailed`."""
+        if self.hangs >= HANGS:
+            raise _CallFailed("not tried, because the calls before it took too long")
+        if self._process is None and (why := self.start(between)):
+            raise _CallFailed(why)
+        assert self._process is not None and self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(given, default=str).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            pass  # it has ended; reading says how
+        found = self._line(self.seconds, between)
+        self.hangs = 0
+        if "error" in found:
+            raise _CallFailed(found["error"])
+        return dict(found["numbers"])
+
+    def _line(self, seconds: float, between: Between) -> Any:
+        """The next line of the process, as JSON. Ends the process if there is none in time."""
+        assert self._process is not None and self._process.stdout is not None
+        until, out = time.monotonic() + seconds, self._process.stdout
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(out, selectors.EVENT_READ)
+                while b"\n" not in self._read:
+                    between()
+                    left = until - time.monotonic()
+                    if left <= 0:
+                        self.hangs += 1
+                        raise _CallFailed(f"it took longer than {seconds:g} s")
+                    if selector.select(min(left, _SLICE)):
+                        piece = os.read(out.fileno(), 1 << 16)
+                        if not piece:
+                            raise _CallFailed(f"its process ended{self._status()}")
+                        self._read += piece
+        except BaseException:
+            self.close()
+            raise
+        line, _, self._read = self._read.partition(b"\n")
+        return json.loads(line)
+
+    def _status(self) -> str:
+        assert self._process is not None
+        with suppress(subprocess.TimeoutExpired):
+            return f" with status {self._process.wait(1)}"
+        return ""
+
+    def close(self) -> None:
+        """End the process, and those that it started."""
+        process, self._process = self._process, None
+        if process is not None:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with suppress(OSError):
+                    pipe.close()  # type: ignore[union-attr]
+
+
+class _CallFailed(Exception):
+    """Why a call of the metric gave no numbers."""
+
+
+class Metric:
+    """The metric of a run or of `graftune eval`, with the records that it is computed on."""
+
+    def __init__(self, config: Config, questions: Sequence[Asked], stops: tuple[int, ...]):
+        run = config.run
+        self.name, self.questions, self.stops, self.length = run.metric, questions, stops, run.sample_tokens
+        self.process: MetricProcess | None = None
+        if run.metric not in BUILT_IN:
+            self.process = MetricProcess(*file_and_function(run.metric), run.metric_seconds)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each prompt."""
+        return tuple(len(question.tokens) for question in self.questions)
+
+    def answers(self, parts: Parts, *, adapted: bool, between: Callable[[int], None]) -> list[text.Sample]:
+        """Greedy answers, as many at once as fit the cache."""
+        how = Sampling(max_new_tokens=self.length, stop_ids=self.stops)
+        return text.sampled(parts, [q.tokens for q in self.questions], how, adapted=adapted, on_progress=between)
+
+    def scores(self, answers: Sequence[text.Sample], between: Between = lambda: None) -> Scores:
+        """Call the metric for each answer. `between` is called while it computes."""
+        sums: dict[str, list[float]] = {}
+        errors = list[str]()
+        if self.process is not None:
+            self.process.hangs = 0
+        for asked, answer in zip(self.questions, answers, strict=True):
+            try:
+                found = self._call(asked, answer.text, between)
+            except _CallFailed as error:
+                errors.append(f"in row {asked.row}: {one_line(str(error), longest=300)}")
+                continue
+            for key, value in found.items():
+                sums.setdefault(key, []).append(value)
+        means = {key: sum(values) / len(values) for key, values in sums.items()}
+        cut = sum(answer.stopped == "length" for answer in answers)
+        return Scores(means, len(answers), len(errors), errors[0] if errors else "", cut)
+
+    def _call(self, asked: Asked, answer: str, between: Between) -> dict[str, float]:
+        if self.process is None:
+            return BUILT_IN[self.name](answer, asked.reference)
+        given = {"prompt": asked.prompt, "answer": answer, "reference": asked.reference, "record": asked.record}
+        return self.process(given, between)
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.close()
+
+
+def file_and_function(metric: str) -> tuple[Path, str]:
+    """The two parts of `file.py:function`."""
+    path, _, name = metric.rpartition(":")
+    if not path.endswith(".py") or not name.isidentifier():
+        names = " or ".join(BUILT_IN)
+        raise GraftuneError(f"metric is {metric!r}", fix=f"write {names}, or file.py:function")
+    if not Path(path).expanduser().is_file():
+        raise GraftuneError(f"metric is {metric!r}, and there is no such file", where=path, fix="name a Python file")
+    return Path(path).expanduser().resolve(), name
+
+
+def check_metric(config: Config) -> None:
+    """Refuse a metric that cannot be imported. Asked before anything is loaded."""
+    if config.run.metric and config.run.metric not in BUILT_IN:
+        path, name = file_and_function(config.run.metric)
+        process = MetricProcess(path, name, config.run.metric_seconds)
+        try:
+            why = process.start()
+        finally:
+            process.close()
+        if why:
+            raise GraftuneError(f"the metric {name} cannot be used: {why}", where=str(path), fix="correct the file")
+
+
+def metric_of(
+    config: Config, held_out: Dataset, data: DataValue, tokenizer: Tokenizer, positions: int, usual: int
+) -> tuple[Metric | None, str]:
+    """The metric that the settings name, on at most `usual` records unless they name a number (0: all); and a
+    sentence about records that were left out because they have no prompt or one that is too long. `data`: where
+    `held_out` is from."""
+    run = config.run
+    if not run.metric:
+        return None, ""
+    chosen = held_out.at_most(run.metric_records or usual, config.train.seed)
+    most = min(config.data.longest(positions), positions - 1)
+    texts = zip(chosen.prompts, chosen.references, chosen.examples.column("row").tolist(), strict=True)
+    found = [Asked(prompt, tokenizer.encode(prompt), answer, row) for prompt, answer, row in texts if prompt]
+    found = [asked for asked in found if len(asked.tokens) <= most]
+    if not found:
+        raise GraftuneError(
+            "metric is set, and there is no held-out record with a prompt to answer",
+            fix="set val_split or eval_data and give records with prompts, or leave metric out",
+        )
+    if run.metric not in BUILT_IN:
+        columns = _columns(data, {asked.row for asked in found}, config)
+        found = [dataclasses.replace(asked, record=columns.get(asked.row, {})) for asked in found]
+    stops = tuple(stop_ids(tokenizer, usable_format(tokenizer, config.data)))
+    left = len(chosen) - len(found)
+    said = f"the metric leaves out {counted(left, 'held-out record')} without a prompt that fits" if left else ""
+    return Metric(config, found, stops), said
+
+
+def _columns(data: DataValue, keys: set[int], config: Config) -> dict[int, dict[str, Any]]:
+    """The columns of these rows, as the files have them: encoded data keeps only texts."""
+    files = [dataclasses.replace(file, map=()) for file in sources(data)]
+    found: dict[int, dict[str, Any]] = {}
+    for row in rows(files, refused=lambda value: None, max_unpacked=config.data.max_unpacked):
+        if row.key in keys and not isinstance(row.value, Refusal):
+            found[row.key] = row.value
+            if len(found) == len(keys):
+                break
+    return found

@@ -1,0 +1,104 @@
+"""The process that runs a user's metric (see metric.py): `python metric_process.py SYS_PATH FILE FUNCTION SECONDS`.
+
+It imports the function, writes a first line of JSON (why that failed, or null), then reads calls as lines of JSON and
+answers each with a line: its numbers by name, or its error. It runs by its path and imports nothing of graftune.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import math
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+GIVEN = ("prompt", "answer", "reference", "record")
+MOST_NAMES, LONGEST = 16, 500  # numbers of one call, and characters of a name or an error
+
+
+def load(path: str, name: str) -> Callable[..., Any]:
+    sys.path.insert(0, os.path.dirname(path))  # for imports of files beside it
+    spec = importlib.util.spec_from_file_location("graftune_metric", path)
+    if spec is None or spec.loader is None:
+        raise ImportError("it is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ImportError(f"it has no function {name}")
+    return function
+
+
+def accepted(function: Callable[..., Any]) -> list[str]:
+    """Those of GIVEN that the function takes."""
+    kinds = inspect.Parameter
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is kinds.VAR_KEYWORD for p in parameters):
+        return list(GIVEN)
+    for p in parameters:
+        needed = p.default is p.empty and p.kind is not kinds.VAR_POSITIONAL
+        if needed and (p.name not in GIVEN or p.kind is kinds.POSITIONAL_ONLY):
+            raise TypeError(f"it takes {p.name}; a metric takes some of {', '.join(GIVEN)}, by these names")
+    return [p.name for p in parameters if p.name in GIVEN and p.kind is not kinds.POSITIONAL_ONLY]
+
+
+def numbers(value: Any, name: str) -> dict[str, float]:
+    """What a metric returned, as finite numbers by name."""
+    if not isinstance(value, dict):
+        return {name: _finite(value, "it returned")}
+    if not value or len(value) > MOST_NAMES:
+        raise TypeError(f"it returned a dict of {len(value)} entries, and 1 to {MOST_NAMES} are allowed")
+    return {str(key)[:LONGEST]: _finite(inner, f"its dict has for {str(key)[:60]!r}") for key, inner in value.items()}
+
+
+def _finite(value: Any, what: str) -> float:
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise TypeError(f"{what} {repr(value)[:60]}, which is not a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{what} {number}, which is not finite")
+    return number
+
+
+def _error(error: BaseException, path: str) -> str:
+    """The error in one line, with its line in the metric's file."""
+    frames = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    where = f" (line {frames[-1]} of {os.path.basename(path)})" if frames else ""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST] + where
+
+
+def _main(path: str, name: str, seconds: float) -> None:
+    calls, out = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what the metric prints goes to stderr
+
+    def say(document: Any) -> None:
+        out.write(json.dumps(document) + "\n")
+        out.flush()
+
+    try:
+        function = load(path, name)
+        takes = accepted(function)
+    except BaseException as error:
+        return say(_error(error, path))
+    say(None)
+    for line in calls:
+        given = json.loads(line)
+        signal.alarm(math.ceil(seconds) + 5)  # ends a call that hangs if the run itself was killed
+        try:
+            say({"numbers": numbers(function(**{key: given[key] for key in takes}), name)})
+        except BaseException as error:
+            say({"error": _error(error, path)})
+        signal.alarm(0)
+    return None
+
+
+if __name__ == "__main__":
+    sys.path[:] = json.loads(sys.argv[1])
+    _main(sys.argv[2], sys.argv[3], float(sys.argv[4]))
