@@ -293,9 +293,8 @@ class RunConfig:
     )
     metric: str = opt(
         "",
-        "measures answers to held-out records at each evaluation: exact (equal to the reference but for blank ends), "
-        "sample (the bundled sample's scorer) or file.py:function; its mean chooses the best checkpoint and the early "
-        "stop; empty: the validation loss does",
+        "measures answers to held-out records and chooses the best checkpoint and the early stop: exact, sample (the "
+        "bundled sample's scorer) or file.py:function; empty: the validation loss chooses",
         resume="fixed",
     )
     metric_goal: Literal["max", "min"] = opt("max", "whether a larger or a smaller metric is better", resume="fixed")
