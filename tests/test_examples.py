@@ -77,6 +77,11 @@ def test_plan_accepts_it(path: Path, base: Path, tmp_path: Path, monkeypatch: py
         assert found.settings["base_dtype"] == config.base.base_dtype
 
 
+def test_the_laptop_dequantises_where_memory_allows():
+    """keep took 2.8 times as long there."""
+    assert Config.load(ROOT / "examples" / "gguf-laptop.yaml").base.base_dtype == "auto"
+
+
 def adapter_for(base: Path, folder: Path) -> Path:
     run = graftune.open(str(base), rank=4, device="cpu")
     return run.save(folder / "adapter")

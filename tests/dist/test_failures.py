@@ -37,7 +37,7 @@ def test_a_killed_rank_ends_all_and_a_restart_goes_on(
     ended = launcher.run(2, *cases.line(base, data, out, *MORE), misbehave={"1": ["kill", 5]})
     assert ended.codes == [1, -signal.SIGKILL] and ended.seconds[0] - ended.seconds[1] < 30, ended
     (said,) = ended.sentences
-    assert "rank 1 has not answered" in said, said
+    assert "rank 1 has not answered" in said and "out-of-memory" in said and "--resume" in said, said
     ended = launcher.run(2, *cases.line(base, data, out, *MORE), environment=RESTARTED)
     assert ended.codes == [0, 0], ended.said
     resumed = [event["step"] for event in read_events(out / "metrics.jsonl") if event["event"] == "resume"]

@@ -245,6 +245,9 @@ def test_hotspots_percentiles_and_the_sentence() -> None:
     document = Profile([step(4.0)] * 98 + [step(40.0)] * 2, plain=[8.0], facts={"floor_ms": 6.0}).document()
     (hot,) = document["hotspots"]
     assert hot["name"] == "layer 2, forward, attention" and hot["times_the_mean"] == pytest.approx(4 / 1.75)
+    assert document["hotspots_note"] == ""
+    few = Profile([step(4.0)] * 2).document()
+    assert few["hotspots"] == [] and "5 profiled steps" in few["hotspots_note"], "two steps are noise"
     (phase,) = document["phases"]
     assert (phase["p50"], phase["p95"], phase["p99"]) == (7.0, 7.0, 43.0)
     assert document["floor_share"] == 0.75 and "attention" in document["bottleneck"] and "75%" in document["bottleneck"]

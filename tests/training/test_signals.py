@@ -3,11 +3,13 @@ the first step are in test_going_on.py and tests/two_ways/test_resume.py; the ta
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,6 +146,33 @@ def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost() -> None:
     assert done.stdout.split("\n")[:6] == [
         "noted 2", "after INT", "after INT", "after HUP", "after TERM", "after HUP"
     ]  # fmt: skip
+
+
+def test_a_signal_is_confirmed_while_the_main_thread_is_busy() -> None:
+    """Python runs a handler only between two instructions of the main thread: a long product delays it."""
+    order = list[str]()
+    with SignalWatch(lambda _: order.append("noted"), confirm=lambda _: order.append("confirmed")):
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)
+        time.sleep(0.01)
+    assert order == ["confirmed", "noted"]
+
+
+@pytest.mark.parametrize(
+    ("number", "world", "said"),
+    [
+        (signal.SIGINT, None, ["stopping and saving the last whole step; Ctrl-C again ends at once"]),
+        (signal.SIGINT, object(), ["stopping and saving the last whole step"]),
+        (signal.SIGTERM, None, ["stopping and saving the last whole step"]),
+        (signal.SIGHUP, None, []),
+    ],
+)
+def test_what_a_signal_is_answered_with(number: int, world: Any, said: list[str]) -> None:
+    notes = list[str]()
+    report = SimpleNamespace(console=SimpleNamespace(note=notes.append))
+    run: Any = SimpleNamespace(state=SimpleNamespace(ranks=SimpleNamespace(world=world), report=report))
+    Trainer._confirm_stop(run, number)
+    assert notes == said
 
 
 @pytest.mark.parametrize("once", [False, True])

@@ -146,7 +146,7 @@ def said(found: dict[str, Any]) -> list[str]:
         lines.append(compared(found))
     if eager and plain:
         lines.append(f"the same step without graphs takes {ms_text(eager)} ms: the graph saves {1 - plain / eager:.0%}")
-    lines += [found["eager_note"]] if found.get("eager_note") else []
+    lines += [found[name] for name in ("eager_note", "hotspots_note") if found.get(name)]
     if found.get("floor_note"):
         lines.append(found["floor_note"])
     elif found["floor_share"]:

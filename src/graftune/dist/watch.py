@@ -37,6 +37,10 @@ STOPPED = 2.0  # if a beat takes so many seconds longer, this process was stoppe
 SLACK = 3.0  # a step may take so many times as long as the longest before it, whatever the deadline
 LINGER = 3.0  # seconds for all ranks to read a fault before the first one ends, and the launcher ends the rest
 BUG, MISTAKE = 1, 2  # exit codes
+ADVICE = (
+    "its process was killed or its machine cannot be reached: check the kernel log there for an out-of-memory kill, then "
+    "go on with graftune train --resume (torchrun with --max-restarts restarts the run itself)"
+)
 
 
 class Watch:
@@ -192,7 +196,7 @@ class Watch:
         limit = min(limit, max(QUIET_SUSPECT, 4 * self._beat)) if suspect else limit
         if now - before[1] > limit and not store.check([f"over/{other}"]):
             at = pulse[3] or f"at step {pulse[1]}"
-            self.fail(f"rank {other} has not answered for {now - before[1]:.0f} s (it was {at})", BUG)
+            self.fail(f"rank {other} has not answered for {now - before[1]:.0f} s (it was {at}); {ADVICE}", BUG)
 
     def _look_at_steps(self) -> None:
         now = time.monotonic()

@@ -23,6 +23,7 @@ from graftune.spans import EVERY_LAYER, OTHERS, Name, StampTurn, Timeline
 
 HOT = 1.5  # times the mean of the same operation in the other layers
 LEAST_HOT = 0.002  # of the step: less is noise
+ENOUGH = 5  # samples of an operation; the median of fewer is noise
 PHASES = ("load", "host to device", "reference", "forward", "loss", "recompute", "backward", "update")
 
 
@@ -189,6 +190,7 @@ class Profile:
             "apart": self._apart_rows(),
             "beside": [{"name": name, "ms": ms} for name, ms in self.beside.items()],
             "hotspots": self._hotspots(),
+            "hotspots_note": self._hotspots_note(),
             "tree": _tree(layers, operations, whole),
         }
         return found | {"bottleneck": bottleneck(found)}
@@ -209,7 +211,14 @@ class Profile:
             for inside in sample.operations.values():
                 for name, each in inside.items():
                     times.setdefault(name, []).append(each.ms)
-        return hotspots({n: statistics.median(ms) for n, ms in times.items() if n.operation}, self.step_ms)
+        enough = {name: ms for name, ms in times.items() if name.operation and len(ms) >= ENOUGH}
+        return hotspots({name: statistics.median(ms) for name, ms in enough.items()}, self.step_ms)
+
+    def _hotspots_note(self) -> str:
+        """Why there are no hotspots, if too few steps were profiled for them."""
+        turns = len({sample.turn for sample in self.samples})
+        needed = ENOUGH * turns
+        return "" if len(self.samples) >= needed else f"hotspots are looked for in {needed} profiled steps or more"
 
     def _apart_rows(self) -> list[dict[str, Any]]:
         """Time on other streams, which is not part of the step's sum."""

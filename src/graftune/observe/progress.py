@@ -20,14 +20,16 @@ Clock = Callable[[], float]
 TRAINING = "training"
 AT_LEAST = 1.0  # seconds between two plain lines
 SILENCE = 4.0  # longest silence of plain output in seconds, at the beginning; grows with the work to LONGEST
+GROWTH = 3  # the silence is this fraction of the work's age: each is half as long again as the one before
 LONGEST = 60.0
 EARLIER = 0.25  # seconds by which a line of the work comes before the heartbeat's: otherwise both say the same
 PERMANENT = (30.0, 600.0)  # seconds between two lines that stay above a bar: a twentieth of the run, within these
 
 
 def longest_silence(age: float) -> float:
-    """Seconds without plain output when work is `age` seconds old: the log of a day must not get too long."""
-    return min(LONGEST, max(SILENCE, age / 60))
+    """Seconds without plain output when work is `age` seconds old: a log must not fill with lines about one long
+    step."""
+    return min(LONGEST, max(SILENCE, age / GROWTH))
 
 
 class WorkProgress:

@@ -100,7 +100,9 @@ class SignalWatch:
     """Handles signals while a run trains.
 
     `note` is called with the first one, in its handler. `overdue` is called in the main thread `within` seconds later,
-    if this is still open (0: never). `lost` returns what a second Ctrl-C loses, and is called from another thread."""
+    if this is still open (0: never). `confirm` is called at once with the first one, in a thread of its own: the main
+    thread may be busy for seconds, and a terminal that does not take text must not hold up a second Ctrl-C. `lost`
+    returns what a second Ctrl-C loses, and is called from another thread."""
 
     TICK = 1.0  # seconds between two looks at the clock
     SAME = 0.5  # seconds within which a second SIGINT is the first one, passed on
@@ -111,10 +113,12 @@ class SignalWatch:
         *,
         within: float = 0.0,
         overdue: Callable[[], None] = lambda: None,
+        confirm: Callable[[int], None] = lambda _: None,
         lost: Callable[[], str] = lambda: "",
         once: bool = False,
     ) -> None:
         self._note, self._within, self._overdue, self._lost = note, within, overdue, lost
+        self._confirm = confirm
         self._once = once
         self._first = self._late = self._closed = False
 
@@ -167,6 +171,7 @@ class SignalWatch:
                     calls -= 1
                 elif not first:
                     first, came = number, now
+                    threading.Thread(target=self._confirm, args=[number], name="confirm", daemon=True).start()
                 elif number == signal.SIGINT and not self._once and now - came > self.SAME:
                     self._end(number)
             if first and self._within and now - came >= self._within:

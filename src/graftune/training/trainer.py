@@ -270,9 +270,16 @@ class Trainer:
             state.stop.note,
             within=self.parts.config.run.stop_within if alone and on_cpu else 0.0,
             overdue=self._give_up,
+            confirm=self._confirm_stop,
             lost=lambda: self.checkpoints.lost(state),
             once=not alone,
         )
+
+    def _confirm_stop(self, number: int) -> None:
+        """Called in a thread, while the step goes on."""
+        again = "; Ctrl-C again ends at once" if number == signal.SIGINT and self.state.ranks.world is None else ""
+        if number != HANGUP:  # then the terminal may be gone
+            self.state.report.console.note(f"stopping and saving the last whole step{again}")
 
     def _give_up(self) -> None:
         """Leave a micro-batch, an evaluation or answers that take too long after a signal."""
