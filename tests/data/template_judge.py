@@ -22,6 +22,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from graftune.batch import Example
 from graftune.data.row_encoder import RowEncoder
 from graftune.data.source import Row
+from graftune.data.tags import TAG
 from graftune.settings.config import DataConfig
 from graftune.tokenizer import ChatTemplate, Tokenizer
 from tests.data.generated import EXTRA_CONTROL, TAGS, Message, Spec
@@ -183,6 +184,8 @@ def judge_public(encoder: RowEncoder, source: str, messages: list[Message], tool
             full for full in _renderings(source, messages, tools) if full is not None and full.startswith(run.before)
         ]
         stripped = run.text.removesuffix("</s>")
+        if lost := _lost_tags(source, messages, tools, run):
+            return Verdict("wrong", f"after {run.before[-60:]!r}: {run.text!r} lacks {lost}", str(lost))
         if any(full.startswith(run.before + stripped) for full in rendered) and not found.notes:
             continue
         if before.strip() or first < 0:
@@ -192,6 +195,22 @@ def judge_public(encoder: RowEncoder, source: str, messages: list[Message], tool
             return Verdict("silent", f"{run.before[-60:]!r} {run.text!r} {[full[-200:] for full in rendered]}", "text")
         kind = "noted"
     return Verdict(kind, "", before)
+
+
+def _lost_tags(source: str, messages: list[Message], tools: Any, run: Trained) -> set[str]:
+    """Tags that the rendering has before the answer and neither the prompt nor the trained text has."""
+    least: set[str] | None = None
+    for full in _renderings(source, messages, tools):
+        first = next((i for i in range(len(run.text)) if full and run.text[i:-40] and run.text[i:-40] in full), None)
+        if full is None or first is None:
+            continue
+        place = full.rfind(run.text[first:-40])
+        asked = max(
+            (full.rfind(m["content"] or "\0", 0, place) for m in messages if m["role"] != "assistant"), default=0
+        )
+        lost = set(TAG.findall(full[max(asked, 0) : place])) - set(TAG.findall(run.before[-400:] + run.text))
+        least = lost if least is None or len(lost) < len(least) else least
+    return least or set()
 
 
 def _author_texts(message: Message) -> Iterator[str]:

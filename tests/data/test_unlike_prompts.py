@@ -149,3 +149,17 @@ def test_calls_that_are_rendered_beside_reasoning_only(tmp_path: Path) -> None:
 def test_what_is_left_out_is_counted(messages: Any, trained: list[str], note: str, tmp_path: Path) -> None:
     data = prepared(tmp_path, {"messages": messages}, with_template(CHATML))
     assert all_runs(data) == [f"{text}<|im_end|>" for text in trained] and data.summary.notes[note] == 1
+
+
+def test_a_call_after_reasoning_that_the_prompt_opened(tmp_path: Path) -> None:
+    """The tag before a call is like the one that opens reasoning, and is no part of the header."""
+    source = (
+        ROLES.replace("END", "'<|end|>'").replace("<call>", "<|START_ACTION|>").replace("</call>", "<|END_ACTION|>")
+    )
+    why = "{% if m.reasoning %}{{ '<|START_THINKING|>' + m.reasoning + '<|END_THINKING|>' }}{% endif %}{% for c in"
+    source = source.replace("{% for c in", why).replace(
+        "{{ '<|assistant|>' }}{% endif %}", "{{ '<|assistant|><|START_THINKING|>' }}{% endif %}"
+    )
+    messages = [*turns("a"), {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    (run,) = all_runs(prepared(tmp_path, {"messages": messages}, with_template(source)))
+    assert run.startswith("<|END_THINKING|><|START_ACTION|>{") and run.endswith("}<|END_ACTION|><|end|>")

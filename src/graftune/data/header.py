@@ -211,12 +211,16 @@ def _difference(one: str, other: str) -> int:
         return 5
     if one.casefold() == other.casefold():
         return 10
-    ratio = difflib.SequenceMatcher(None, one.casefold(), other.casefold()).ratio()
     if one[:1].isalnum() or one[:1] == "_":
-        return 40 if ratio >= 0.6 else 120
-    if len(one) == 1 or ratio < 0.75 or tag_kind(one)[1] != tag_kind(other)[1]:
-        return _NEVER
-    return 60
+        return 40 if _misspelt(one.casefold(), other.casefold()) else 120
+    words = [re.findall(r"[^\W_]+", tag.casefold()) for tag in (one, other)]
+    alike = len(words[0]) == len(words[1]) and all(map(_misspelt, *words))
+    return 60 if len(one) > 1 and alike and tag_kind(one)[1] == tag_kind(other)[1] else _NEVER
+
+
+def _misspelt(one: str, other: str) -> bool:
+    """Whether one word may be the other with a wrong letter or two."""
+    return difflib.SequenceMatcher(None, one, other).ratio() >= 0.75
 
 
 def units(text: str, control: tuple[str, ...]) -> list[str]:

@@ -102,7 +102,7 @@ def probe(
         variables=variables,
         parts=parts,
         renders_tools="zq_tool" in (rendered([*head, _asked("")[0]], [_TOOL], True) or ""),
-        **_calls(rendered, head, tokenizer),
+        **_calls(rendered, head, tokenizer, question),
     )
 
 
@@ -147,8 +147,12 @@ def _turn_end(suffix: str, following: str, tokenizer: Tokenizer, question: str =
     for reach in (common, len(suffix)):
         known = [i for i, (_, end) in enumerate(offsets) if len(suffix[:end].rstrip()) <= reach]
         stops = [i for i in known if ids[i] in tokenizer.stop_ids]
-        alike = [i for i in known if ids[i] in ends]
-        places = places or stops[:1] or alike[:1] or [i for i in known if ids[i] in special][-1:]
+        alike = next((i for i in known if ids[i] in ends), None)
+        while alike is not None and alike + 1 in known and tag_kind(special.get(ids[alike + 1], "<>"))[1] == "close":
+            alike += 1  # several tokens that end a turn
+        places = (
+            places or stops[:1] or ([] if alike is None else [alike]) or [i for i in known if ids[i] in special][-1:]
+        )
     if places:
         return suffix[: offsets[places[0]][1]].rstrip(), ids[places[0]]
     return suffix.rstrip(), None
@@ -179,7 +183,7 @@ def _takes_system(rendered: Render, tools: list[Any] | None) -> bool:
     return _SYSTEM in (rendered(head, tools, True) or "")
 
 
-def _calls(rendered: Render, head: list[Message], tokenizer: Tokenizer) -> dict[str, Any]:
+def _calls(rendered: Render, head: list[Message], tokenizer: Tokenizer, question: str) -> dict[str, Any]:
     """How tool calls are rendered: with arguments as objects or as JSON text, with null or empty content."""
     tried: dict[tuple[str | None, str], tuple[list[str], str | None]] = {}
     for beside in ({}, dict.fromkeys(REASONING_KEYS, _WHY)):  # some templates render calls beside reasoning only
@@ -197,7 +201,7 @@ def _calls(rendered: Render, head: list[Message], tokenizer: Tokenizer) -> dict[
     content, arguments = next((way for way, (_, longer) in tried.items() if longer), next(iter(tried)))
     (first, second), longer = tried[content, arguments]
     suffix = shared_start(first[::-1], second[::-1])[::-1]
-    end, end_id = _turn_end(suffix, (longer or "").rpartition(_VALUES[0])[2], tokenizer)
+    end, end_id = _turn_end(suffix, (longer or "").rpartition(_VALUES[0])[2], tokenizer, question)
     blank = "" if ("", arguments) in tried else None
     found = {"renders_calls": True, "arguments": arguments, "null_content": content, "blank_content": blank}
     if end_id is not None:
