@@ -48,6 +48,9 @@ def test_json_and_no_file_is_lost(base: str, capsys: Capture) -> None:
     Path("mine.yaml").write_text("rank: 4\n")
     assert main(["init", base, DATA, "--out", "mine.yaml"]) == 2
     assert "exists already" in capsys.readouterr().err and Path("mine.yaml").read_text() == "rank: 4\n"
+    for wrong in (".", "nowhere/mine.yaml"):
+        assert main(["init", base, DATA, "--out", wrong, "--force"]) == 2
+        assert f"{wrong}: is " in capsys.readouterr().err, "found before the data is read"
     assert main(["init", base, DATA, "--out", "mine.yaml", "--force", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["file"] == "mine.yaml" and found["plan"]["fits"] and found["expected_run"]["steps"] >= auto.TOO_FEW

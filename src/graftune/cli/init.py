@@ -61,9 +61,7 @@ def init(
         Print what was found and written as one JSON document to stdout.
     """
     console, file = Console(json=json), Path(out).expanduser()
-    if file.is_dir() or (file.exists() and not force):
-        fix = "give another with --out" + ("" if file.is_dir() else ", or replace it with --force")
-        raise GraftuneError("is a folder" if file.is_dir() else "exists already", where=out, fix=fix)
+    _check_file(file, force)
     asked = Config.of(positional(given(settings), base=base, data=[data, *more] if more else data))
     whole = looked_at(asked)
     dataset, tokenizer = show_data(whole, console, EXAMPLES)
@@ -84,6 +82,18 @@ def init(
             console.line(line)
     console.note(f"wrote {file}; train with: graftune train -c {shlex.quote(str(file))}")
     return 0
+
+
+def _check_file(file: Path, force: bool) -> None:
+    """Before anything is read."""
+    if file.is_dir():
+        raise GraftuneError("is a folder", where=str(file), fix="give --out the name of a file")
+    if file.exists() and not force:
+        fix = "give another name with --out, or replace it with --force"
+        raise GraftuneError("exists already", where=str(file), fix=fix)
+    if not file.parent.is_dir():
+        fix = "make the folder, or give another name with --out"
+        raise GraftuneError("is in a folder that does not exist", where=str(file), fix=fix)
 
 
 def _planned(config: Config, console: Console) -> tuple[Any, Any, Any]:
