@@ -53,6 +53,7 @@ class RunFolder:
     lr: float = 2e-4
     rank: int = 16
     seed: int = 0
+    metric: str = ""  # its name, where evaluations have one
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -104,7 +105,8 @@ class RunFolder:
 
     def evaluation(self, number: int) -> dict[str, Any]:
         loss = 0.016 + 2.55 * math.exp(-number / self.steps * 14 * (0.35 + 0.05 * math.log2(self.lr / 1e-4)))
-        return {"event": "eval", "step": number, "epoch": 0, "loss": loss, "perplexity": math.exp(loss)}
+        metrics = {"metrics": {self.metric: 1 - loss / 3}} if self.metric else {}
+        return {"event": "eval", "step": number, "epoch": 0, "loss": loss, "perplexity": math.exp(loss), **metrics}
 
     def train(self, upto: int, *, since: int = 0, every: int = 50) -> RunFolder:
         """Steps since + 1 to upto with their evaluations, samples and one memory event."""

@@ -62,6 +62,16 @@ def test_curves_grow_while_a_run_trains(tab, tmp_path: Path):
     assert "finished" in page.inner_text("#announcer"), "screen readers are told"
 
 
+def test_a_metric_has_a_chart_of_its_own(tab, tmp_path: Path):
+    run = RunFolder(tmp_path / "live", metric="exact").start().train(60).held()
+    page = tab(tmp_path).open("run/live")
+    wait_for_step(page, "metric exact", 50)
+    run.train(110, since=60)
+    wait_for_step(page, "metric exact", 100)
+    assert "Metric: exact" in page.inner_text('figure[data-name="metric exact"]')
+    assert pixels(page, "metric exact", "--line-1") > 50
+
+
 def test_one_run_shows_its_settings_and_figures(tab, tmp_path: Path):
     RunFolder(tmp_path / "done").start().train(400).answered(200, 400).checkpoints(400).profiled().ended()
     opened = tab(tmp_path)

@@ -15,7 +15,12 @@ from tests.page.test_page import pixels, summary
 
 def test_the_report_draws_the_charts_of_the_page(browser, tmp_path: Path):
     name = "<img src=x onerror=alert(1)>"
-    run = RunFolder(tmp_path / name, steps=2000).start(command=HOSTILE).train(2100).resumed(2000, 3000)
+    run = (
+        RunFolder(tmp_path / name, steps=2000, metric="<b>right</b>")
+        .start(command=HOSTILE)
+        .train(2100)
+        .resumed(2000, 3000)
+    )
     run.train(3000, since=2000, every=500).answered(3000)
     run.emit({"event": "warning", "step": 3000, "text": "</script><script>window.hacked = 1</script>"})
     run.ended()
@@ -29,6 +34,9 @@ def test_the_report_draws_the_charts_of_the_page(browser, tmp_path: Path):
     page.wait_for_selector('figure[data-name="loss"] canvas')
     assert pixels(page, "loss", "--line-1") > 100 and pixels(page, "loss", "--line-2") > 50
     assert "at step 3000" in summary(page, "loss") and "resumed, extended to 3000 at step 2000" in summary(page, "loss")
+    assert (
+        "Metric: <b>right</b>" in page.inner_text(".charts") and pixels(page, f"metric {run.metric}", "--line-1") > 50
+    )
     assert page.inner_text(".facts").startswith("HuggingFaceTB/SmolLM2-135M-Instruct \u00b7 support.jsonl")
     assert "3,000 / 3,000" in page.inner_text(".figures") and RIGHT[2] in page.inner_text(".answer.reference >> nth=2")
     whole = page.eval_on_selector_all("pre", "all => all.map(each => each.scrollHeight <= each.clientHeight)")

@@ -28,13 +28,13 @@ function headOf() {
 }
 
 function chartOf(panel, range) {
-  if (panel.metric) return [new Chart({ ...panel, lines: linesOf(panel), range, marks: run.marks }), panel, [metricLine(run.evals, panel.metric)]];
   const values = run.curves.values[panel.name];
-  if (!values || !isShown(panel, values)) return null;
+  if (!panel.metric && (!values || !isShown(panel, values))) return null;
   const mark = panel.name === "grad_norm" ? clipMark({ clip: run.clip }) : null;
   const chart = new Chart({ ...panel, lines: linesOf(panel, span > 0), range, mark, marks: run.marks });
   chart.element.classList.toggle("wide", Boolean(panel.wide));
   chart.element.dataset.name = panel.name;
+  if (panel.metric) return [chart, panel, [metricLine(run.evals, panel.metric)]];
   const line = { steps: run.curves.steps, values };
   const smooth = span ? [{ steps: line.steps, values: smoothLoss(run.curves, span) }] : [];
   return [chart, panel, panel.name === "loss" ? [line, ...smooth, evalLine(run.evals)] : [line]];
