@@ -20,6 +20,7 @@ import tokenizers
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from graftune.batch import Example
+from graftune.data.chat import NO_REASONING
 from graftune.data.row_encoder import RowEncoder
 from graftune.data.source import Row
 from graftune.data.tags import TAG
@@ -184,7 +185,7 @@ def judge_public(encoder: RowEncoder, source: str, messages: list[Message], tool
             full for full in _renderings(source, messages, tools) if full is not None and full.startswith(run.before)
         ]
         stripped = run.text.removesuffix("</s>")
-        if lost := _lost_tags(source, messages, tools, run):
+        if NO_REASONING not in found.notes and (lost := _lost_tags(source, messages, tools, run)):
             return Verdict("wrong", f"after {run.before[-60:]!r}: {run.text!r} lacks {lost}", str(lost))
         if any(full.startswith(run.before + stripped) for full in rendered) and not found.notes:
             continue
