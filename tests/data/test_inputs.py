@@ -240,7 +240,7 @@ def test_memory_does_not_grow_with_the_rows(kind: str, tmp_path: Path, monkeypat
 
 def test_a_json_value_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "LARGEST_JSON", 20)
-    with pytest.raises(GraftuneError, match=r"is one JSON value of more than .* jq -c"):
+    with pytest.raises(GraftuneError, match=r"is one JSON value of more than .* write it as .jsonl"):
         read(str(written(tmp_path / "a.json", b'[{"text": "0123456789"}]')))
 
 

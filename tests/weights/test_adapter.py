@@ -132,7 +132,8 @@ def test_training_goes_on_from_an_adapter(tiny_folder: Any, tmp_path: Path) -> N
     before = first.evaluate(str(data)).loss
     folder = first.save(tmp_path / "first")
     second = opened(base, folder)
-    assert second.evaluate(str(data)).loss == before
+    # The first session has planned its micro-batches for the data, so the second may sum in another order.
+    assert second.evaluate(str(data)).loss == pytest.approx(before, rel=1e-6)
     assert second.parts.lora.rank == 4 and second.parts.lora.targets == ("q_proj", "v_proj")
     saved = train(second, 3).save(tmp_path / "second")
     assert second.evaluate(str(data)).loss < before - 0.01
