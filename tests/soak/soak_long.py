@@ -108,13 +108,13 @@ def slope(found: list[Measured], name: str) -> float:
     return float((xs * (ys - ys.mean())).sum() / xs.square().sum())
 
 
-def settled(found: list[Measured]) -> list[Measured]:
+def after_warm_up(found: list[Measured]) -> list[Measured]:
     return [m for m in found if m.step > WARM * found[-1].step]
 
 
 def grown(found: list[Measured], resident_limit: int = RESIDENT_LIMIT) -> list[str]:
     """What grew, in words; nothing: all is well."""
-    rest, said = settled(found), []
+    rest, said = after_warm_up(found), []
     quarter = max(1, len(rest) // 4)
     first, last = rest[:quarter], rest[-quarter:]
     for name, limit in (
@@ -143,7 +143,7 @@ def soak(work: Path, device: str = "cpu", steps: int = 0, family: str = "") -> b
     found = run(base, work, steps, device, rows=max(100, steps // 50))
     gc.unfreeze()
     print(f"soak_long on {device}, torch {torch.__version__}, {time.monotonic() - began:.0f} s", flush=True)
-    print("", settled(found)[0], found[-1], *(grown(found) or ["nothing grew"]), sep="\n  ")
+    print("", after_warm_up(found)[0], found[-1], *(grown(found) or ["nothing grew"]), sep="\n  ")
     return not grown(found)
 
 

@@ -76,7 +76,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
 COMMON = {
     "base", "base_dtype", "device", "rank", "alpha", "targets", "adapter", "data", "eval_data", "val_split", "map",
     "max_seq_len", "train_on", "template", "lr", "schedule", "warmup", "method", "epochs", "max_steps",
-    "tokens_per_step", "recompute", "eval_every", "save_every", "patience", "seed", "out", "samples", "track",
+    "tokens_per_step", "recompute", "eval_every", "save_every", "patience", "seed", "out", "samples", "metric", "track",
 }  # fmt: skip
 
 

@@ -163,13 +163,9 @@ def _before_tag(full: str, place: int, start: int, control: tuple[str, ...]) -> 
     return start
 
 
+@functools.lru_cache(maxsize=512)
 def align(prompt: str, header: str, control: tuple[str, ...]) -> Aligned:
     """Align all of `prompt` with a beginning of `header`."""
-    return _aligned(prompt, header, control)
-
-
-@functools.lru_cache(maxsize=512)
-def _aligned(prompt: str, header: str, control: tuple[str, ...]) -> Aligned:
     asked, shown = units(prompt, control)[-MOST_UNITS:], units(header, control)
     skipped = len(header) - sum(map(len, shown[-MOST_UNITS:]))
     shown = shown[-MOST_UNITS:]

@@ -5,8 +5,8 @@ Data comes first, because its mistakes are the common ones; then the folder, so 
 model is loaded. What was made for a run that does not start is removed again.
 
 One function makes the job to plan of a run, of `graftune plan` and of a session of the Python API (`training_job`), so
-that all of them resolve `auto` alike and find each other's rehearsals (the step, run on meta tensors: plan/). On
-several ranks rank 0 rehearses first (reserve.py); the others find its rehearsals in the user's cache.
+that all of them resolve `auto` alike from the same rehearsal (the step, run on meta tensors: plan/). On several ranks
+each one rehearses for itself.
 """
 
 from __future__ import annotations
