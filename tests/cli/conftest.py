@@ -11,6 +11,7 @@ import pytest
 
 import graftune
 from graftune.data.summary import Summary
+from graftune.settings.config import Config
 from graftune.step.evaluate import EvalResult
 
 
@@ -47,8 +48,16 @@ class Engine:
         return SimpleNamespace(device=SimpleNamespace(type="none"))
 
     @property
+    def tokenizer(self) -> Any:
+        return None
+
+    @property
+    def base(self) -> Any:
+        return SimpleNamespace(spec=SimpleNamespace(max_positions=512))
+
+    @property
     def config(self) -> Any:
-        return SimpleNamespace(lora=SimpleNamespace(adapter=self.adapter or ""))
+        return Config.of({"adapter": self.adapter or ""})
 
     def describe(self) -> dict[str, Any]:
         return {"adapter": self.adapter}
