@@ -4,6 +4,7 @@ is listed with a reason."""
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -125,11 +126,34 @@ def converted(given: dict[str, Any], tool: str) -> converting.Conversion:
         ("unsloth", {"get_peft_model": True}, {"base_dtype": "nf4", "data": tool_data.MISSING_DATA}),
         ("unsloth", {"full_finetuning": True, "load_in_4bit": False}, {"method": "full"}),
         ("axolotl", {"datasets": [{"path": "a/b", "name": "c", "split": "test[:9%]"}]}, {"data": [HUB]}),
+        (
+            "axolotl",
+            {"datasets": ["a/b"]},
+            {"epochs": 1.0, "warmup": 0.03, "tokens_per_step": 512},
+        ),
+        ("axolotl", {"micro_batch_size": 2, "batch_size": 8}, {"tokens_per_step": 2 * 512}),
+        ("axolotl", {"warmup_steps": 0}, {"warmup": 0.0}),
+        ("axolotl", {"lora_target_modules": ["q_proj"], "lora_target_linear": True}, {"targets": "all_linear"}),
+        ("llama-factory", {"stage": "pt"}, {"lr": 5e-5, "schedule": "linear", "tokens_per_step": 8 * 2048}),
+        ("llama-factory", {"early_stopping_steps": 3, "val_size": 0.1}, {"patience": 3, "val_split": 0.1}),
+        (
+            "trl",
+            {"use_peft": True},
+            {"rank": None, "alpha": 32.0, "dropout": 0.05, "targets": "qv"},
+        ),
+        ("trl", {"dataset_name": "a/b", "eval_strategy": "steps"}, {"eval_data": [{"path": "a/b", "split": "test"}]}),
+        ("trl", {"dataset_name": "a/b", "datasets": [{"path": "c/d"}]}, {"data": "c/d"}),
+        ("trl", {"max_length": None}, {"max_seq_len": None}),
+        ("unsloth", {"get_peft_model": True}, {"alpha": 16.0, "seed": 3407, "warmup": None, "weight_decay": 0.001}),
+        ("unsloth", {"per_device_train_batch_size": 3}, {"lr": 5e-5, "tokens_per_step": 3 * 2 * 512}),
+        ("unsloth", {"get_peft_model": True, "load_in_8bit": False}, {"base_dtype": "nf4"}),
+        ("unsloth", {"get_peft_model": True, "load_in_16bit": True}, {"base_dtype": None}),
     ],
 )
 def test_values_and_defaults(tool: str, given: dict[str, Any], ours: dict[str, Any]) -> None:
+    """None: our default is left."""
     found = converted(given, tool).settings
-    assert ours.items() <= found.items(), found
+    assert {name: found.get(name) for name in ours} == ours, found
     assert "rank" not in found or found.get("method", "lora") == "lora"
 
 
@@ -184,6 +208,57 @@ def test_other_forms_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     Path("a.yaml").write_text("model_name_or_path: a/b\nlearning_rate: 1\n")
     Path("a.sh").write_text("trl sft --config a.yaml --learning_rate 2 --use_peft\n")
     assert read_tool_file("a.sh").given == {"model_name_or_path": "a/b", "learning_rate": 2, "use_peft": True}
+
+
+SCRIPT = """
+model = FastLanguageModel.from_pretrained("a/b")
+trainer = SFTTrainer(model, args=TrainingArguments(seed=1), peft_config=LoraConfig(r=4))
+"""
+
+
+def test_a_script_has_the_defaults_of_what_it_calls(tmp_path: Path) -> None:
+    """TrainingArguments and LoraConfig are not changed by TRL and Unsloth."""
+    for text in (SCRIPT, SCRIPT.replace("FastLanguageModel", "AutoModelForCausalLM")):
+        (path := tmp_path / "a.py").write_text(text)
+        found = converting.convert(read_tool_file(str(path))).settings
+        assert found["lr"] == 5e-5 and found["warmup"] == 0.0 and found["tokens_per_step"] == 8 * 512
+        assert found["rank"] == 4 and found["alpha"] == 8.0 and "dropout" not in found and found["weight_decay"] == 0.0
+
+
+TRAINER, PEFT = converting._TRAINER, converting._PEFT
+SOURCES: list[tuple[str, str, str, dict[str, Any]]] = [
+    (
+        *("transformers", "training_args.py", "TrainingArguments"),
+        {
+            **{"learning_rate": TRAINER["lr"], "num_train_epochs": TRAINER["epochs"], "seed": TRAINER["seed"]},
+            **{"lr_scheduler_type": TRAINER["schedule"], "warmup_steps": TRAINER["warmup"], "max_grad_norm": 1.0},
+            **{"weight_decay": TRAINER["weight_decay"], "per_device_train_batch_size": TRAINER["batch"][0]},
+            **{"gradient_accumulation_steps": TRAINER["batch"][1], "eval_strategy": "no"},
+        },
+    ),
+    (
+        *("peft", "tuners/lora/config.py", "LoraConfig"),
+        {"r": PEFT["rank"], "lora_alpha": PEFT["alpha"], "lora_dropout": PEFT["dropout"], "target_modules": None},
+    ),
+]
+
+
+@pytest.mark.parametrize(("package", "file", "kind", "expected"), SOURCES)
+def test_defaults_are_those_of_the_installed_source(
+    package: str, file: str, kind: str, expected: dict[str, Any]
+) -> None:
+    """The source is parsed, not imported: importing takes seconds."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(f"{package} is not installed")
+    tree = ast.parse((Path(spec.submodule_search_locations[0]) / file).read_text())
+    (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind)
+    fields = {ast.unparse(node.target): node.value for node in body if isinstance(node, ast.AnnAssign)}
+    for name, value in expected.items():
+        call = fields[name]
+        assert isinstance(call, ast.Call)
+        (default,) = (keyword.value for keyword in call.keywords if keyword.arg == "default")
+        assert ast.literal_eval(default) == value, name
 
 
 ODD: list[Any] = [None, True, False, -1, 0, 0.5, 7, 1e30, "", "x", "4", [], ["x"], [1, {}], {}, {"a": [1]}, {1: 2}]

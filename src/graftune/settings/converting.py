@@ -3,10 +3,14 @@
 Names and reasons are in other_tools.py, which answers mistyped settings too; here are the functions that it names, for
 values that need more than another name. A setting that the file does not give has the other tool's default, where that
 differs from ours: the run is to be the same. Data is converted by tool_data.py.
+
+The defaults are those of the tools' sources: transformers 5.23, PEFT 0.21, TRL 1.10, and Axolotl, LLaMA-Factory and
+Unsloth of July and August 2026.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,18 +24,29 @@ from graftune.settings.tool_files import ToolFile, preference
 TITLES = {"axolotl": "Axolotl", "llama-factory": "LLaMA-Factory", "trl": "TRL", "unsloth": "Unsloth"}
 MANY_EPOCHS = 1000.0
 MEAN_LENGTH = 512  # tokens of a sequence, assumed where sequences are not packed
-_ALL = {"val_split": 0.0, "patience": 0, "min_lr": 0.0, "weight_decay": 0.0}
-_TRAINER = {"lr": 2e-5, "epochs": 3.0, "schedule": "linear", "warmup": 0.0, "per_device_train_batch_size": 8}
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "axolotl": {"method": "full", "epochs": 1.0, "schedule": "cosine", "warmup": 0.03, "max_seq_len": 512} | _ALL,
-    "llama-factory": _TRAINER | {"lr": 5e-5, "rank": 8, "max_seq_len": 2048} | _ALL,
-    "trl": _TRAINER
-    | {"method": "full", "rank": 16, "alpha": 32.0, "dropout": 0.05, "targets": "qv", "max_seq_len": 1024}
-    | _ALL,
-    "unsloth": _TRAINER
-    | {"base_dtype": "nf4", "method": "full", "rank": 16, "alpha": 16.0, "max_seq_len": 2048}
-    | _ALL,
+# transformers' TrainingArguments. `batch`: sequences of a micro-batch, and micro-batches of a step.
+_TRAINER: dict[str, Any] = {
+    **{"lr": 5e-5, "epochs": 3.0, "schedule": "linear", "warmup": 0.0, "min_lr": 0.0, "weight_decay": 0.0, "seed": 42},
+    **{"batch": (8, 1), "val_split": 0.0, "patience": 0},
 }
+# PEFT's LoraConfig. The targets depend on the model there: these are for nearly all decoders.
+_PEFT: dict[str, Any] = {"rank": 8, "alpha": 8.0, "dropout": 0.0, "targets": "qv"}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    # Axolotl requires a learning rate, and rank, alpha and targets for an adapter. It warms up 100 steps at most.
+    "axolotl": _TRAINER
+    | {"lr": "auto", "method": "full", "epochs": 1.0, "schedule": "cosine", "warmup": 0.03, "batch": (1, 1)}
+    | {"max_seq_len": 512},
+    "llama-factory": _TRAINER | {"rank": 8, "max_seq_len": 2048},
+    "trl": _TRAINER
+    | _PEFT
+    | {"lr": 2e-5, "method": "full", "rank": 16, "alpha": 32.0, "dropout": 0.05, "max_seq_len": 1024},
+    # Unsloth replaces defaults of TRL's SFTConfig by its own.
+    "unsloth": _TRAINER
+    | {"warmup": 0.1, "weight_decay": 0.001, "seed": 3407, "batch": (4, 2), "base_dtype": "nf4", "method": "full"}
+    | {"rank": 16, "alpha": 16.0, "max_seq_len": 2048},
+}
+# The calls in a script that have defaults of their own, whichever tool it is for.
+_OF_CALLS = {"TrainingArguments": _TRAINER, "LoraConfig": _PEFT}
 _OF_LORA = ("rank", "alpha", "dropout", "targets")
 _SCHEDULES = {
     "cosine": "cosine",
@@ -45,6 +60,7 @@ _DTYPES = {
     **dict.fromkeys(("fp16", "float16", "half"), "fp16"),
     **dict.fromkeys(("fp32", "float32", "float"), "fp32"),
 }
+_ONLY_RESPONSES = ("assistant_only_loss", "completion_only_loss", "train_on_responses_only")
 _TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
@@ -64,6 +80,14 @@ class Conversion:
     @property
     def title(self) -> str:
         return TITLES[self.file.tool]
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The other tool's defaults."""
+        found = dict(_DEFAULTS[self.file.tool])
+        for call in _OF_CALLS.keys() & self.file.calls:
+            found |= _OF_CALLS[call]
+        return found
 
     def put(self, ours: str, value: Any, name: str, assumed: str = "") -> None:
         """Take a setting. A value that is not allowed here, or contradicts one before it, is left out instead."""
@@ -100,7 +124,10 @@ def convert(file: ToolFile) -> Conversion:
         if plain in DATA_NAMES[file.tool] or function in ("batch", "warmup"):
             continue
         if value in (None, "", [], {}) or (value is False and plain not in _MEANT_FALSE):
-            result.off.append(name)
+            if value is None and same == "max_seq_len":
+                result.leave(name, "there it means that sequences have any length", same)
+            else:
+                result.off.append(name)
         elif function:
             _FUNCTIONS[function](result, name, value)
         elif plain in other_tools.CLASHES or same not in ours:
@@ -108,6 +135,9 @@ def convert(file: ToolFile) -> Conversion:
         else:
             _put_same(result, str(same), name, value)
     convert_data(result)
+    if file.tool in ("trl", "unsloth") and not any(file.given.get(name) for name in _ONLY_RESPONSES):
+        reason = f"without it {result.title} trains on whole conversations; here only responses are trained"
+        result.leave(_ONLY_RESPONSES[0], reason)
     _steps(result)
     _add_defaults(result)
     result.left_out = list(dict.fromkeys(result.left_out))
@@ -224,8 +254,9 @@ def _val_split(result: Conversion, name: str, value: Any) -> None:
 
 
 def _all_linear(result: Conversion, name: str, value: Any) -> None:
-    if "targets" not in result.settings:
-        result.put("targets", "all_linear", name)
+    """Axolotl trains all of them beside those that it is given."""
+    result.settings.pop("targets", None)
+    result.put("targets", "all_linear", name)
 
 
 def _new_tokens(result: Conversion, name: str, value: Any) -> None:
@@ -293,16 +324,14 @@ def _steps(result: Conversion) -> None:
             _warmup(result, name, value)
         elif function == "batch":
             result.leave(name)
-    default = _DEFAULTS[result.file.tool].get("per_device_train_batch_size", 1)
-    if not any("batch" in name for name in sizes) and default > 1:
-        sizes = {f"{result.title}'s default per_device_train_batch_size": default, **sizes}
-    if not sizes:
-        return
-    sequences = 1
-    for size in sizes.values():
-        sequences *= size
-    longest = result.settings.get("max_seq_len") or _DEFAULTS[result.file.tool]["max_seq_len"]
-    packs = [name for name in ("packing", "sample_packing", "neat_packing") if result.file.given.get(name) is True]
+    given, defaults = result.file.given, result.defaults
+    for kind, size in zip(("batch", "accumulation"), defaults["batch"], strict=True):
+        if not any(kind in name for name in sizes):
+            sizes[f"{result.title}'s default {kind}"] = size
+    sequences = math.prod(sizes.values())
+    longest = result.settings.get("max_seq_len") or defaults["max_seq_len"]
+    packs = any(given.get(name) is True for name in ("packing", "sample_packing", "neat_packing"))
+    packs = packs or (given.get("stage") == "pt" and given.get("packing") is None)  # LLaMA-Factory's pre-training
     length = longest if packs else min(MEAN_LENGTH, longest)
     shown = " x ".join(f"{name} {size}" for name, size in sizes.items())
     what = f"{sequences} sequences of {length} tokens"
@@ -312,25 +341,27 @@ def _steps(result: Conversion) -> None:
 
 def _warmup(result: Conversion, name: str, value: Any) -> None:
     steps = result.settings.get("max_steps", 0)
-    if value in (None, 0):
+    if value is None or (value == 0 and "warmup" in result.settings):
         result.off.append(name)
-    elif isinstance(value, float) and value < 1:
-        result.put("warmup", value, name)
+    elif isinstance(value, int | float) and 0 <= value < 1:
+        result.put("warmup", float(value), name)
     elif isinstance(value, int) and steps:
         result.put("warmup", min(1.0, round(value / steps, 4)), f"{name} {value} of max_steps {steps}")
-    elif "warmup" not in result.settings:
-        reason = "here it is a share of all steps, whose number only the data decides; warmup is left at 0.1"
+    else:
+        left = result.settings.get("warmup", Config().optim.warmup)
+        reason = f"here it is a share of all steps, whose number only the data decides; warmup is left at {left}"
         result.leave(name, reason, "warmup")
 
 
 def _add_defaults(result: Conversion) -> None:
     """The other tool's defaults where they differ from ours."""
-    ours, defaults = Config().flat(), _DEFAULTS[result.file.tool]
+    ours, defaults = Config().flat(), result.defaults
+    loads = {name: value for name, value in result.file.given.items() if str(name).startswith("load_in")}
     method = result.settings.get("method", defaults.get("method", "lora"))
     for name, value in defaults.items():
         given = name in result.settings or name in result.not_taken or name not in ours
         if given or (name in _OF_LORA and method != "lora") or (name == "val_split" and "eval_data" in result.settings):
             continue
-        unquantised = method == "full" or any("load_in" in key for key in result.file.given)
+        unquantised = method == "full" or any((key == "load_in_4bit") != bool(loads[key]) for key in loads)
         if value != ours[name] and not (name == "base_dtype" and unquantised):
             result.put(name, value, f"{result.title}'s default")

@@ -40,7 +40,7 @@ epochs: num_train_epochs num_epochs n_epochs epoch
 eval_every: eval_steps steps_per_eval
 save_every: save_steps
 keep_last: save_total_limit
-patience: early_stopping_patience
+patience: early_stopping_patience early_stopping_steps
 out: output_dir output output_path save_dir
 eval_examples: max_eval_samples
 trace_steps: profile
@@ -53,13 +53,13 @@ system: system_prompt
 """
 
 _ANSWERS = """
-batch_size per_device_train_batch_size train_batch_size micro_batch_size per_gpu_train_batch_size bs
+per_device_train_batch_size train_batch_size micro_batch_size per_gpu_train_batch_size
 gradient_accumulation_steps grad_accumulation_steps accumulation_steps gradient_accumulation -> batch
     here a batch is counted in tokens: {tokens_per_step} is what one optimizer step trains on (8 examples of 512
     tokens are 4096), and {tokens_per_micro_batch} is chosen automatically from the memory there is
-per_device_eval_batch_size eval_batch_size global_batch_size auto_find_batch_size eval_accumulation_steps
-    here a batch is counted in tokens: {tokens_per_step} for an optimizer step; {tokens_per_micro_batch}, also that of
-    an evaluation, is chosen automatically from the memory there is
+batch_size bs per_device_eval_batch_size eval_batch_size global_batch_size auto_find_batch_size eval_accumulation_steps
+    here a batch is counted in tokens: {tokens_per_step} for an optimizer step (8 examples of 512 tokens are 4096);
+    {tokens_per_micro_batch}, also that of an evaluation, is chosen automatically from the memory there is
 warmup_steps num_warmup_steps -> warmup
     {warmup} is the share of all steps spent warming up (0.1: a tenth), not their number
 warmup_epochs
@@ -68,15 +68,17 @@ load_in_4bit quantization_bit bits q_bits -> four_bits
     set {base_dtype} to nf4 for QLoRA (4 bits, as bitsandbytes'); left at auto it is chosen where memory is short
 quantize qlora bnb_4bit quantization quantization_config bnb_4bit_quant_type bnb_4bit_compute_dtype
 bnb_4bit_use_double_quant double_quantization bnb_config bnb_4bit_quant_storage use_bnb_nested_quant
+quantization_type quantization_method bnb_config_kwargs
     set {base_dtype} to nf4 for QLoRA (4 bits, as bitsandbytes'); left at auto it is chosen where memory is short
-load_in_8bit int8 gptq awq quantization_method
+load_in_8bit int8 gptq awq load_in_fp8
     there are no LLM.int8 weights here: set {base_dtype} to fp8 for 8 bits, or to nf4 for 4
-bf16 fp16 bfloat16 float16 load_in_16bit half pure_bf16 dtype torch_dtype precision -> precision
+bf16 fp16 bfloat16 float16 float32 half pure_bf16 dtype torch_dtype precision -> precision
     the precision is chosen by the device; set {compute_dtype} to bf16, fp16 or fp32 to force one
-tf32 mixed_precision amp fp16_full_eval bf16_full_eval
+tf32 mixed_precision amp fp16_full_eval bf16_full_eval load_in_16bit float32_mixed_precision
     the precision is chosen by the device; set {compute_dtype} to bf16, fp16 or fp32 to force one
 gradient_checkpointing grad_checkpoint use_gradient_checkpointing activation_offloading activation_checkpointing
 offload gradient_checkpointing_kwargs disable_gradient_checkpointing gradient_checkpointing_use_reentrant
+activation_checkpointing_kwargs use_reentrant_gc use_unsloth_gc selective_checkpointing layer_offloading
     {recompute} chooses what the backward pass computes again: auto (the least that fits), none, selective, full or
     offload; the result is the same
 flash_attention flash_attn xformers_attention sdp_attention use_flash_attention_2 use_flash_attn attn_implementation
@@ -95,12 +97,12 @@ optim optimizer optimizer_type optimizers use_8bit_adam adamw_8bit optim_args
 galore use_galore use_badam use_apollo loraplus_lr_ratio loraplus_lr_embedding use_muon use_adam_mini use_llama_pro
 mixture_of_depths qat qat_scheme unfrozen_parameters freeze_trainable_layers
     that is not supported here; remove it
-report_to wandb_project use_wandb wandb tensorboard use_tensorboard use_mlflow mlflow_experiment_name
-mlflow_tracking_uri -> tracker
+report_to wandb_project use_wandb wandb tensorboard use_tensorboard use_mlflow mlflow_experiment_name use_trackio
+trackio_project_name -> tracker
     {track} sends the figures to tensorboard, wandb, trackio or mlflow, into the project graftune; without it they are
     in metrics.jsonl and loss.png in the run folder only
 wandb_entity wandb_name wandb_mode wandb_run_id use_swanlab run_name comet_project_name logging_dir wandb_watch
-wandb_log_model use_comet trackio_space_id project
+wandb_log_model use_comet trackio_space_id trackio_run_name mlflow_tracking_uri mlflow_run_name project
     {track} sends the figures to tensorboard, wandb, trackio or mlflow, into the project graftune; without it they are
     in metrics.jsonl and loss.png in the run folder only
 logging_steps steps_per_report log_every plot_loss logging_strategy logging_first_step verbosity
@@ -117,7 +119,7 @@ device_map max_memory gpu_memory_limit low_cpu_mem_usage
     held in host memory ({base_on}) or, under torchrun, divided among the GPUs ({shard_base})
 finetuning_type fine_tune_type use_peft use_lora full_finetuning get_peft_model -> method
     {method} chooses what trains: lora (also over 4-bit weights, {base_dtype} nf4), full or scratch
-training_type peft_type peft lora
+training_type peft_type peft lora train_from_scratch
     {method} chooses what trains: lora (also over 4-bit weights, {base_dtype} nf4), full or scratch
 stage rl rlhf trainer -> stage
     supervised fine-tuning is what train does; remove it
@@ -141,7 +143,7 @@ default_system default_system_message
     put a system turn into the rows of {data}
 enable_thinking thinking reasoning_effort -> template_variable
     give it to the template with {template_vars}, as enable_thinking=false
-val_set_size val_size test_size validation_split eval_split validation_ratio -> val_split
+val_set_size val_size test_size test_split_size validation_split eval_split validation_ratio -> val_split
     {val_split} is the share of the data held out for validation (0.1: a tenth), not a number of rows
 max_samples max_train_samples val_batches num_samples interleave_probs mix_strategy
     there is no limit on rows: {max_steps} ends the run early, {eval_examples} limits validation
@@ -152,6 +154,7 @@ resume_from_checkpoint resume_checkpoint auto_resume_from_checkpoints overwrite_
 lora_target_linear -> all_linear
     adapters are on all layers; {targets} chooses the projections
 num_layers lora_layers layers_to_transform layers_pattern layers finetune_last_n_layers lora_layers_to_transform
+peft_layers_to_transform peft_layers_pattern target_parameters lora_target_parameters
 finetune_language_layers finetune_attention_modules finetune_mlp_modules finetune_vision_layers
     adapters are on all layers; {targets} chooses the projections
 save_strategy eval_strategy evaluation_strategy evals_per_epoch saves_per_epoch save_on_each_node
@@ -161,7 +164,7 @@ load_best_model_at_end metric_for_best_model greater_is_better save_best_model
 iters num_iters max_iters total_steps num_steps steps num_training_steps train_steps
     {max_steps} limits the number of optimizer steps (each of {tokens_per_step} tokens), {epochs} the passes over the
     data
-save_safetensors save_only_model merge_lora save_method save_pretrained fuse export_dir export_size quantization_type
+save_safetensors save_only_model merge_lora save_method save_pretrained fuse export_dir export_size
     the run folder always holds the adapter in PEFT's layout; graftune export RUN --to merged, gguf or gguf-lora makes
     others
 modules_to_save lora_modules_to_save additional_target train_embeddings

@@ -172,7 +172,7 @@ def _listed(result: Conversion, name: str, info: Any, folder: Path, key: str) ->
     if info.get("ranking") or "kto_tag" in columns:
         raise preference(f"the data set {name}", result.file.path)
     _check_tags(result, f"{name}.tags", tags)
-    for other in ("num_samples", "script_url", "ms_hub_url", "om_hub_url", "folder"):
+    for other in ("num_samples", "script_url", "cloud_file_name", "ms_hub_url", "om_hub_url", "folder"):
         if info.get(other):
             result.leave(f"{name}.{other}", _reason(other))
     renamed = {_COLUMNS[theirs]: str(column) for theirs, column in columns.items() if theirs in _COLUMNS and column}
@@ -191,21 +191,24 @@ def _trl(result: Conversion) -> None:
     subset = given.get("dataset_config") or given.get("dataset_config_name")
     split = _unsliced(result, "dataset_train_split", given.get("dataset_train_split"))
     column, renamed = given.get("dataset_text_field"), dict[str, str]()
-    if isinstance(column, str) and (result.file.makes_columns or given.get("formatting_func")):
+    if isinstance(column, str) and ("map" in result.file.calls or given.get("formatting_func")):
         result.leave("dataset_text_field", "the script makes that column itself; the columns of the file are read")
     elif isinstance(column, str) and column != "text":
         renamed["text"] = column
-    sources = [_source(path, split, subset, renamed) for path in _paths(given, "dataset_name")]
-    mixture = given.get("datasets")
+    named = [_source(path, split, subset, renamed) for path in _paths(given, "dataset_name")]
+    mixture, mixed = given.get("datasets"), list[dict[str, Any]]()
     for place, entry in enumerate(mixture if isinstance(mixture, list) else [], 1):
         if isinstance(entry, dict):
-            sources += [_source(path, entry.get("split"), entry.get("name")) for path in _paths(entry)]
+            mixed += [_source(path, entry.get("split"), entry.get("name")) for path in _paths(entry)]
             others = [name for name in entry if name not in ("path", "name", "split", "data_files")]
             for name in others:
                 result.leave(f"datasets[{place}].{name}", _reason(name))
-    _put_sources(result, "data", sources, "dataset_name" if _paths(given, "dataset_name") else "datasets")
-    test, evaluates = given.get("dataset_test_split"), given.get("eval_strategy") not in (None, "no", False)
-    if isinstance(test, str) and sources and evaluates and _source(sources[0]["path"], test).get("split"):
-        _put_sources(result, "eval_data", [{**sources[0], "split": test}], "dataset_test_split")
-    elif isinstance(test, str):
+    if named and mixed:
+        result.leave("dataset_name", "datasets overrides it there")
+    _put_sources(result, "data", mixed or named, "datasets" if mixed else "dataset_name")
+    evaluates = given.get("eval_strategy") not in (None, "no", False)
+    test = given.get("dataset_test_split", None if result.file.calls else "test")  # a script chooses its own
+    if isinstance(test, str) and named and not mixed and evaluates and _source(named[0]["path"], test).get("split"):
+        _put_sources(result, "eval_data", [{**named[0], "split": test}], "dataset_test_split")
+    elif "dataset_test_split" in given:
         result.leave("dataset_test_split", "nothing is evaluated there, or the data has no splits")

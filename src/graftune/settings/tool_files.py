@@ -39,9 +39,11 @@ _OBJECTS = {
     *("model", "tokenizer", "processing_class", "args", "trainer", "train_dataset", "eval_dataset", "peft_config"),
     *("quantization_config", "bnb_config", "instruction_part", "response_part", "token", "mapping", "return_tensors"),
 }
-_PREFERENCE = {f"{name}Trainer" for name in ("DPO", "KTO", "ORPO", "GRPO", "PPO", "CPO", "RLOO", "Reward")}
 _COMMANDS = {("trl", "sft"), ("llamafactory-cli", "train"), ("lmf", "train")}
-_OTHER_COMMANDS = {"dpo", "kto", "orpo", "grpo", "ppo", "rloo", "reward", "cpo"}
+# TRL's other commands and trainers (DPOTrainer).
+_PREFERENCE = {
+    *("dpo", "kto", "orpo", "grpo", "ppo", "rloo", "reward", "cpo", "bco", "gkd", "xpo", "prm", "onlinedpo", "nashmd"),
+}
 
 
 @dataclass
@@ -52,7 +54,7 @@ class ToolFile:
     tool: str
     given: dict[str, Any] = field(default_factory=dict)
     left_out: list[tuple[str, str]] = field(default_factory=list)
-    makes_columns: bool = False  # a script that changes its rows before it trains
+    calls: set[str] = field(default_factory=set)  # the functions of a script that were read
 
     def put(self, name: str, value: Any) -> None:
         """The first of several values is taken."""
@@ -120,7 +122,7 @@ def _command_line(path: str) -> ToolFile:
             "holds no command line with --flags", where=path, fix="give a .yaml, .json, .py, .ipynb or .sh file"
         )
     start = _after_command(words, path)
-    found = ToolFile(path, "llama-factory" if "llamafactory-cli" in words[:start] else "")
+    found = ToolFile(path, "llama-factory" if {"llamafactory-cli", "lmf"} & set(words[:start]) else "")
     for name, values in _flags(words[start:]):
         if name == "config" and isinstance(values, str):
             beside = next((p for p in (Path(values), Path(path).parent / values) if p.is_file()), Path(values))
@@ -137,7 +139,7 @@ def _expanded(line: str, variables: dict[str, str]) -> str:
 def _after_command(words: list[str], path: str) -> int:
     """Where the flags of the training program start: a launcher before it has flags of its own."""
     for place, word in enumerate(words):
-        if place and words[place - 1] == "trl" and word in _OTHER_COMMANDS:
+        if place and words[place - 1] == "trl" and word in _PREFERENCE:
             raise preference(f"trl {word}", path)
         if word.endswith(".py") or (place and (words[place - 1], word) in _COMMANDS):
             return place + 1
@@ -178,21 +180,22 @@ def _script(path: str) -> ToolFile:
     if tree is None:
         raise GraftuneError("is not valid Python", where=path, fix="fix the file")
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    if wrong := sorted(names & _PREFERENCE):
+    trainers = [name for name in names if name.endswith("Trainer")]
+    if wrong := sorted(name for name in trainers if name.removesuffix("Trainer").lower() in _PREFERENCE):
         raise preference(wrong[0], path)
     found.tool = "unsloth" if any(re.fullmatch(r"Fast\w*Model", name) for name in names) else "trl"
-    calls = list(_calls(tree))
-    if not any(_name(call.func) in _CALLS for call in calls):
+    constants = _constants(tree)
+    for call in _calls(tree):
+        if (function := _name(call.func)) in _CALLS and not _loads_tokenizer(call):
+            found.calls.add(function)
+            _read_call(found, call, function, constants)
+        elif function == "map" and isinstance(call.func, ast.Attribute):  # of a data set
+            found.calls.add(function)
+    if not found.calls - {"map"}:
         raise GraftuneError(
             "has no call whose settings could be read", where=path, fix=f"it needs one of {', '.join(_CALLS)}"
         )
-    constants = _constants(tree)
-    for call in calls:
-        if (function := _name(call.func)) in _CALLS and not _loads_tokenizer(call):
-            _read_call(found, call, function, constants)
-        elif function == "map" and isinstance(call.func, ast.Attribute):  # of a data set
-            found.makes_columns = True
-    if found.makes_columns:
+    if "map" in found.calls:
         found.left_out.append(("map(...)", other_tools.answer("formatting_func", flags=False) or ""))
     return found
 
