@@ -157,6 +157,9 @@ def test_values_and_defaults(tool: str, given: dict[str, Any], ours: dict[str, A
     assert "rank" not in found or found.get("method", "lora") == "lora"
 
 
+LEFT = {"val_set_size": "val_split", "lr_scheduler": "schedule", "warmup_steps": "warmup", "num_epochs": "epochs"}
+
+
 def test_a_value_that_is_left_out_leaves_our_default() -> None:
     given = {
         "val_set_size": 100,
@@ -168,6 +171,7 @@ def test_a_value_that_is_left_out_leaves_our_default() -> None:
     found = converted(given, "axolotl")
     assert not {"val_split", "schedule", "warmup", "epochs"} & set(found.settings)
     assert {name for name, _ in found.left_out} == set(given) - {"datasets"}
+    assert all(f" is left at {Config().flat()[ours]}" in dict(found.left_out)[name] for name, ours in LEFT.items())
 
 
 @pytest.mark.parametrize(
@@ -183,6 +187,11 @@ def test_a_value_that_is_left_out_leaves_our_default() -> None:
         ("a.json", "[1", "is not valid JSON"),
         ("a.txt", "hello\n", "no command line with --flags"),
         ("missing.yaml", "", "cannot be read"),
+        (
+            "a.py",
+            "from trl import OnlineDPOTrainer\nOnlineDPOTrainer(model='a')\n",
+            "OnlineDPOTrainer is not supervised",
+        ),
     ],
 )
 def test_what_cannot_be_imported(name: str, text: str, said: str, tmp_path: Path, capsys: Capture) -> None:
@@ -275,10 +284,15 @@ def test_odd_values_are_converted_or_left_out(value: Any) -> None:
         assert isinstance(Config.of(found.settings), Config) and all(reason for _, reason in found.left_out)
 
 
-def test_the_table_names_functions_that_exist() -> None:
-    named = {*other_tools.CONVERTED_BY.values(), *other_tools.CLASHES_CONVERTED_BY.values()}
-    assert named == {*converting._FUNCTIONS, "batch", "warmup"}
-    assert set(other_tools.CLASHES) <= {leaf.name for leaf in leaves()}
+def test_the_table_names_functions_and_settings_that_exist() -> None:
+    ours = {leaf.name for leaf in leaves()}
+    rules = {*other_tools.CONVERTED_BY.values(), *other_tools.CLASHES_CONVERTED_BY.values()}
+    assert {rule for rule in rules if rule.partition("=")[0] not in ours} == {
+        *converting._FUNCTIONS,
+        *("batch", "warmup_steps"),
+    }
+    assert all(Config.of({name: value}) for name, is_fixed, value in (r.partition("=") for r in rules) if is_fixed)
+    assert set(other_tools.CLASHES) <= ours
     ast.parse((FILES / "unsloth_script.py").read_text())
 
 

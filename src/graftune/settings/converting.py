@@ -1,7 +1,7 @@
 """Converts another tool's settings into ours: what is taken, from which name, and what is left out and why.
 
-Names and reasons are in other_tools.py, which answers mistyped settings too; here are the functions that it names, for
-values that need more than another name. A setting that the file does not give has the other tool's default, where that
+Names, reasons and most values are in other_tools.py, which answers mistyped settings too; here are the functions that
+it names, for values that need more. A setting that the file does not give has the other tool's default, where that
 differs from ours: the run is to be the same. Data is converted by tool_data.py.
 
 The defaults are those of the tools' sources: transformers 5.23, PEFT 0.21, TRL 1.10, and Axolotl, LLaMA-Factory and
@@ -11,6 +11,7 @@ Unsloth of July and August 2026.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,19 +49,20 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 # The calls in a script that have defaults of their own, whichever tool it is for.
 _OF_CALLS = {"TrainingArguments": _TRAINER, "LoraConfig": _PEFT}
 _OF_LORA = ("rank", "alpha", "dropout", "targets")
-_SCHEDULES = {
-    "cosine": "cosine",
-    "cosine_with_min_lr": "cosine",
-    "linear": "linear",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-}
-_DTYPES = {
-    **dict.fromkeys(("bf16", "bfloat16", "pure_bf16"), "bf16"),
-    **dict.fromkeys(("fp16", "float16", "half"), "fp16"),
-    **dict.fromkeys(("fp32", "float32", "float"), "fp32"),
+# Other spellings of our values.
+_SPELLED = {
+    "schedule": {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"},
+    "base_dtype": {"True": "nf4", "4": "nf4"},
+    "init": {"True": "kaiming"},
+    "method": {"qlora": "lora"},
+    "compute_dtype": {
+        **dict.fromkeys(("bfloat16", "pure_bf16"), "bf16"),
+        **dict.fromkeys(("float16", "half"), "fp16"),
+        **dict.fromkeys(("float32", "float"), "fp32"),
+    },
 }
 _ONLY_RESPONSES = ("assistant_only_loss", "completion_only_loss", "train_on_responses_only")
+_OURS = {leaf.name for leaf in leaves()}
 _TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
@@ -91,6 +93,7 @@ class Conversion:
 
     def put(self, ours: str, value: Any, name: str, assumed: str = "") -> None:
         """Take a setting. A value that is not allowed here, or contradicts one before it, is left out instead."""
+        value = _SPELLED.get(ours, {}).get(str(value), value)
         try:
             Config.of({ours: value})
         except GraftuneError as error:
@@ -106,34 +109,33 @@ class Conversion:
 
     def leave(self, name: str, reason: str = "", ours: str = "") -> None:
         """`ours`: the setting that it would have been; it keeps our default, not the other tool's."""
-        name = str(name)
-        self.not_taken.add(ours)
-        reason = reason or other_tools.CLASHES.get(other_tools.plain(name), "").replace("{", "").replace("}", "")
-        reason = reason or other_tools.answer(name, flags=False) or "graftune has no such setting"
-        self.left_out.append((name, reason.removesuffix("; remove it")))
+        last = other_tools.plain(str(name).rpartition(".")[2])  # of datasets[1].split
+        reason = reason or re.sub(r"[{}]", "", other_tools.CLASHES.get(last, ""))
+        reason = reason or other_tools.answer(last, flags=False) or "graftune has no such setting"
+        if ours and ours not in self.settings:
+            self.not_taken.add(ours)
+            reason = f"{reason}; {ours} is left at {Config().flat()[ours]}"
+        self.left_out.append((str(name), reason.removesuffix("; remove it")))
 
 
 def convert(file: ToolFile) -> Conversion:
     """All settings of a file that have a counterpart, and the reasons why others have none."""
     result = Conversion(file, left_out=list(file.left_out))
-    ours = {leaf.name for leaf in leaves()}
-    for name, value in file.given.items():
-        plain = other_tools.plain(str(name))
-        function = other_tools.CLASHES_CONVERTED_BY.get(plain) or other_tools.CONVERTED_BY.get(plain)
-        same = plain if plain in ours else other_tools.same(plain)
-        if plain in DATA_NAMES[file.tool] or function in ("batch", "warmup"):
+    for name, value in sorted(file.given.items(), key=lambda item: "=" not in _rule(item[0])):
+        plain, rule = other_tools.plain(str(name)), _rule(name)
+        if plain in DATA_NAMES[file.tool] or rule in ("batch", "warmup_steps"):
             continue
-        if value in (None, "", [], {}) or (value is False and plain not in _MEANT_FALSE):
-            if value is None and same == "max_seq_len":
-                result.leave(name, "there it means that sequences have any length", same)
-            else:
-                result.off.append(name)
-        elif function:
-            _FUNCTIONS[function](result, name, value)
-        elif plain in other_tools.CLASHES or same not in ours:
-            result.leave(name)
+        if value is None and rule == "max_seq_len":
+            result.leave(name, "there it means that sequences have any length", rule)
+        elif value in (None, "", [], {}, -1) or (value is False and plain not in _MEANT_FALSE):
+            result.off.append(name)  # -1: no limit
+        elif rule in _FUNCTIONS:
+            _FUNCTIONS[rule](result, name, value)
+        elif rule:
+            setting, _, fixed = rule.partition("=")
+            _take(result, setting, name, fixed or value)
         else:
-            _put_same(result, str(same), name, value)
+            result.leave(name)
     convert_data(result)
     if file.tool in ("trl", "unsloth") and not any(file.given.get(name) for name in _ONLY_RESPONSES):
         reason = f"without it {result.title} trains on whole conversations; here only responses are trained"
@@ -145,16 +147,18 @@ def convert(file: ToolFile) -> Conversion:
     return result
 
 
-def _put_same(result: Conversion, ours: str, name: str, value: Any) -> None:
-    """A name with the same meaning; some values are spelled differently."""
-    if ours == "schedule":
-        if str(value) not in _SCHEDULES:
-            result.leave(name, f"{value} is not one of cosine, linear and constant; {ours} is left at cosine", ours)
-            return
-        if value == "constant":
-            result.put("warmup", 0.0, name)  # the one without a warm-up
-        value = _SCHEDULES[str(value)]
-    elif ours == "targets":
+def _rule(name: Any) -> str:
+    """How a name is converted: a function of this module, our setting, or our setting with its value (a=b). A switch
+    (a=b) is stronger than a list: Axolotl's lora_target_linear adds all projections to those of a list."""
+    plain = other_tools.plain(str(name))
+    if plain in other_tools.CLASHES:
+        return other_tools.CLASHES_CONVERTED_BY.get(plain, "")
+    ours = plain if plain in _OURS else other_tools.same(plain)
+    return other_tools.CONVERTED_BY.get(plain) or (ours if ours in _OURS else "") or ""
+
+
+def _take(result: Conversion, ours: str, name: str, value: Any) -> None:
+    if ours == "targets":
         given = [str(target).strip() for target in (value if isinstance(value, list) else str(value).split(","))]
         given = ["all_linear" if target in ("all", "all-linear") else target for target in given]
         known = [target for target in given if target in (*TARGETS, *TARGET_SHORTHANDS)]
@@ -163,36 +167,20 @@ def _put_same(result: Conversion, ours: str, name: str, value: Any) -> None:
         if not known:
             return
         value = ",".join(known)
-    elif ours in ("max_steps", "eval_every", "save_every", "threads") and isinstance(value, int | float) and value < 0:
-        result.off.append(name)  # -1: no limit
-        return
-    elif ours in ("out", "base", "adapter", "revision") and isinstance(value, list):
-        value = value[0]
     result.put(ours, value, name)
+    if ours == "schedule" and value == "constant":
+        result.put("warmup", 0.0, name)  # constant_with_warmup is the one with a warm-up
 
 
 # The functions that other_tools.py names: each takes one name with its value.
 
 
-def _four_bits(result: Conversion, name: str, value: Any) -> None:
-    if value is True or value == 4:
-        result.put("base_dtype", "nf4", name)
-    else:
-        result.leave(name)
-
-
 def _precision(result: Conversion, name: str, value: Any) -> None:
     asked = other_tools.plain(name) if value is True or value == "full" else str(value).removeprefix("torch.")
-    if asked in _DTYPES:
-        result.put("compute_dtype", _DTYPES[asked], name)
-    elif asked == "auto":
+    if asked == "auto":
         result.off.append(name)
     else:
-        result.leave(name)
-
-
-def _last_turn(result: Conversion, name: str, value: Any) -> None:
-    result.put("train_on", "last", name)
+        result.put("compute_dtype", asked, name)
 
 
 def _tracker(result: Conversion, name: str, value: Any) -> None:
@@ -207,24 +195,12 @@ def _tracker(result: Conversion, name: str, value: Any) -> None:
         result.leave(name)
 
 
-def _method(result: Conversion, name: str, value: Any) -> None:
-    if value is True or value is False:
-        full = value is (other_tools.plain(name) == "full_finetuning")
-        result.put("method", "full" if full else "lora", name)
-    elif value in ("lora", "full"):
-        result.put("method", value, name)
-    else:
-        result.leave(name, f"{value} does not exist here; {other_tools.answer(name, flags=False)}")
-
-
-def _adapter_kind(result: Conversion, name: str, value: Any) -> None:
-    """Axolotl's `adapter: qlora`; a folder is an adapter to continue from, as here."""
-    if value in ("lora", "qlora"):
-        result.put("method", "lora", f"{name}: {value}")
-        if value == "qlora":
-            result.put("base_dtype", "nf4", f"{name}: {value}")
-    else:
-        result.put("adapter", value, name)
+def _training_method(result: Conversion, name: str, value: Any) -> None:
+    if isinstance(value, bool):
+        value = "full" if value is (other_tools.plain(name) == "full_finetuning") else "lora"
+    result.put("method", value, name)
+    if value == "qlora":
+        result.put("base_dtype", "nf4", name)
 
 
 def _stage(result: Conversion, name: str, value: Any) -> None:
@@ -233,7 +209,7 @@ def _stage(result: Conversion, name: str, value: Any) -> None:
     result.leave(name)
 
 
-def _template(result: Conversion, name: str, value: Any) -> None:
+def _jinja_file(result: Conversion, name: str, value: Any) -> None:
     if isinstance(value, str) and value.endswith((".jinja", ".jinja2", ".j2")) and len(value) < 1000:
         result.put("template", value, name)
     else:
@@ -243,31 +219,6 @@ def _template(result: Conversion, name: str, value: Any) -> None:
 def _template_variable(result: Conversion, name: str, value: Any) -> None:
     variables = dict(result.settings.pop("template_vars", {}))
     result.put("template_vars", {**variables, other_tools.plain(name): value}, name)
-
-
-def _val_split(result: Conversion, name: str, value: Any) -> None:
-    if isinstance(value, int | float) and value < 1:
-        result.put("val_split", float(value), name)
-    else:
-        reason = f"{other_tools.answer(name, flags=False)}; it is left at {Config().data.val_split}"
-        result.leave(name, reason, "val_split")
-
-
-def _all_linear(result: Conversion, name: str, value: Any) -> None:
-    """Axolotl trains all of them beside those that it is given."""
-    result.settings.pop("targets", None)
-    result.put("targets", "all_linear", name)
-
-
-def _new_tokens(result: Conversion, name: str, value: Any) -> None:
-    result.put("new_tokens", value if isinstance(value, list) else str(value).split(","), name)
-
-
-def _init(result: Conversion, name: str, value: Any) -> None:
-    if value in (True, "gaussian"):
-        result.put("init", "kaiming" if value is True else value, name)
-    else:
-        result.leave(name)
 
 
 def _least_lr(result: Conversion, name: str, value: Any) -> None:
@@ -282,26 +233,14 @@ def _least_lr(result: Conversion, name: str, value: Any) -> None:
         result.leave(name)
 
 
-def _cpu(result: Conversion, name: str, value: Any) -> None:
-    result.put("device", "cpu", name)
-
-
 _FUNCTIONS: dict[str, Callable[[Conversion, str, Any], None]] = {
-    "adapter_kind": _adapter_kind,
-    "all_linear": _all_linear,
-    "cpu": _cpu,
-    "four_bits": _four_bits,
-    "init": _init,
-    "last_turn": _last_turn,
+    "jinja_file": _jinja_file,
     "least_lr": _least_lr,
-    "method": _method,
-    "new_tokens": _new_tokens,
     "precision": _precision,
     "stage": _stage,
-    "template": _template,
     "template_variable": _template_variable,
     "tracker": _tracker,
-    "val_split": _val_split,
+    "training_method": _training_method,
 }
 _MEANT_FALSE = {"use_peft", "use_lora", "enable_thinking", "thinking"}  # names whose `false` is a setting
 
@@ -316,15 +255,14 @@ def _steps(result: Conversion) -> None:
             result.leave(result.comments["epochs"], "max_steps overrides it there")
         result.settings["epochs"], result.comments["epochs"] = MANY_EPOCHS, "max_steps decides alone there"
     sizes: dict[str, int] = {}
-    for name, value in result.file.given.items():
-        function = other_tools.CONVERTED_BY.get(other_tools.plain(str(name)))
-        if function == "batch" and isinstance(value, int) and value > 0:
-            sizes[name] = value
-        elif function == "warmup":
-            _warmup(result, name, value)
-        elif function == "batch":
-            result.leave(name)
     given, defaults = result.file.given, result.defaults
+    for name, value in given.items():
+        if (rule := _rule(name)) == "warmup_steps":
+            _warmup_steps(result, name, value)
+        elif rule == "batch" and isinstance(value, int) and value > 0:
+            sizes[name] = value
+        elif rule == "batch":
+            result.leave(name)
     for kind, size in zip(("batch", "accumulation"), defaults["batch"], strict=True):
         if not any(kind in name for name in sizes):
             sizes[f"{result.title}'s default {kind}"] = size
@@ -339,7 +277,7 @@ def _steps(result: Conversion) -> None:
     result.put("tokens_per_step", max(8, sequences * length), shown, f"{what}, {why}; times the number of GPUs there")
 
 
-def _warmup(result: Conversion, name: str, value: Any) -> None:
+def _warmup_steps(result: Conversion, name: str, value: Any) -> None:
     steps = result.settings.get("max_steps", 0)
     if value is None or (value == 0 and "warmup" in result.settings):
         result.off.append(name)
@@ -348,9 +286,7 @@ def _warmup(result: Conversion, name: str, value: Any) -> None:
     elif isinstance(value, int) and steps:
         result.put("warmup", min(1.0, round(value / steps, 4)), f"{name} {value} of max_steps {steps}")
     else:
-        left = result.settings.get("warmup", Config().optim.warmup)
-        reason = f"here it is a share of all steps, whose number only the data decides; warmup is left at {left}"
-        result.leave(name, reason, "warmup")
+        result.leave(name, "here it is a share of all steps, whose number only the data decides", "warmup")
 
 
 def _add_defaults(result: Conversion) -> None:

@@ -4,9 +4,9 @@ Unsloth, Axolotl, LLaMA-Factory, TRL and transformers (TrainingArguments, SFTCon
 plain synonym, with the same meaning and the same unit, is in SAME and is taken. Every other name is in ANSWERS, with
 the sentence that says which setting does it here, or that nothing does and what to do instead; taking those too would
 turn a batch of 2 examples into 2 tokens without a word. `{name}` in an answer is one of our settings: it is shown as a
-key in a file and as a flag on the command line. Names are written with underscores and in lower case. `->` names the
-function of converting.py that makes settings of such a name and its value when a whole file is imported; without one
-the answer is the reason why it is left out.
+key in a file and as a flag on the command line. Names are written with underscores and in lower case. `->` says how
+such a name is converted when a whole file is imported: to a setting of ours, to a setting with that value, or by that
+function of converting.py; without it the answer is the reason why it is left out.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ gradient_accumulation_steps grad_accumulation_steps accumulation_steps gradient_
 batch_size bs per_device_eval_batch_size eval_batch_size global_batch_size auto_find_batch_size eval_accumulation_steps
     here a batch is counted in tokens: {tokens_per_step} for an optimizer step (8 examples of 512 tokens are 4096);
     {tokens_per_micro_batch}, also that of an evaluation, is chosen automatically from the memory there is
-warmup_steps num_warmup_steps -> warmup
+warmup_steps num_warmup_steps -> warmup_steps
     {warmup} is the share of all steps spent warming up (0.1: a tenth), not their number
 warmup_epochs
     {warmup} is the share of all steps spent warming up (0.1: a tenth), not their number
-load_in_4bit quantization_bit bits q_bits -> four_bits
+load_in_4bit quantization_bit bits q_bits -> base_dtype
     set {base_dtype} to nf4 for QLoRA (4 bits, as bitsandbytes'); left at auto it is chosen where memory is short
 quantize qlora bnb_4bit quantization quantization_config bnb_4bit_quant_type bnb_4bit_compute_dtype
 bnb_4bit_use_double_quant double_quantization bnb_config bnb_4bit_quant_storage use_bnb_nested_quant
@@ -87,7 +87,7 @@ flash_attention_2 eager_attention sdpa_attention
 packing sample_packing pad_to_sequence_len pad_to_max_length group_by_length neat_packing eval_sample_packing
 eval_packing multipack_real_batches padding_free packing_strategy padding
     examples are always packed, without attention between them; remove it
-mask_history -> last_turn
+mask_history -> train_on=last
     only responses are trained, always; {train_on} chooses which turns (assistant, last or flagged)
 train_on_inputs train_on_prompt train_on_responses_only mask_prompt assistant_only_loss completion_only_loss
 train_on_eos train_on_eot roles_to_train train_on_completions
@@ -117,7 +117,7 @@ fsdp_version fsdp_transformer_layer_cls_to_wrap dp_shard_size dp_replicate_size 
 device_map max_memory gpu_memory_limit low_cpu_mem_usage
     {device} chooses the device, and what fits there is planned before anything is loaded; a base that does not fit is
     held in host memory ({base_on}) or, under torchrun, divided among the GPUs ({shard_base})
-finetuning_type fine_tune_type use_peft use_lora full_finetuning get_peft_model -> method
+finetuning_type fine_tune_type use_peft use_lora full_finetuning get_peft_model -> training_method
     {method} chooses what trains: lora (also over 4-bit weights, {base_dtype} nf4), full or scratch
 training_type peft_type peft lora train_from_scratch
     {method} chooses what trains: lora (also over 4-bit weights, {base_dtype} nf4), full or scratch
@@ -137,7 +137,7 @@ prompt_column response_column text_column field_instruction field_output
 dataset_config dataset_config_name dataset_train_split dataset_test_split dataset_split train_split split subset
 dataset_streaming
     write the source in a file as data: [{path: owner/name, split: train, subset: main}]
-chat_template chat_template_jinja chat_template_path prompt_template prompt_style conversation_template -> template
+chat_template chat_template_jinja chat_template_path prompt_template prompt_style conversation_template -> jinja_file
     the model's own chat template is used; {template} takes a Jinja file instead
 default_system default_system_message
     put a system turn into the rows of {data}
@@ -151,7 +151,7 @@ adapter_path
     {out} is the folder that a run is written to, {adapter} an adapter to continue from
 resume_from_checkpoint resume_checkpoint auto_resume_from_checkpoints overwrite_output_dir
     continue a run with graftune train --resume RUN
-lora_target_linear -> all_linear
+lora_target_linear -> targets=all_linear
     adapters are on all layers; {targets} chooses the projections
 num_layers lora_layers layers_to_transform layers_pattern layers finetune_last_n_layers lora_layers_to_transform
 peft_layers_to_transform peft_layers_pattern target_parameters lora_target_parameters
@@ -212,7 +212,7 @@ finetune_audio_layers
     images, audio and video are not trained here, only text
 trust_remote_code
     no code from a model's repository is ever run; remove it
-no_cuda use_cpu -> cpu
+no_cuda use_cpu -> device=cpu
     {device} chooses it: auto, cpu, cuda, cuda:N, xpu or mps
 use_mps_device use_ipex cpu cuda gpu
     {device} chooses it: auto, cpu, cuda, cuda:N, xpu or mps
@@ -233,9 +233,9 @@ rate lr_rate
 
 # Names that are ours too and mean something else there: used when a file of that tool is imported.
 _CLASHES = """
-adapter -> adapter_kind
+adapter -> training_method
     {method} chooses what trains
-template -> template
+template -> jinja_file
     the model's own chat template is used; {template} takes a Jinja file instead
 strict
     weights that do not fit the base are always refused; {strict} is about rows of the data

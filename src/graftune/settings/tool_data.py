@@ -10,7 +10,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graftune.settings import other_tools
 from graftune.settings.recognise import DATA_ENDINGS, PACKED
 from graftune.settings.tool_files import preference, read_object
 
@@ -40,7 +39,10 @@ _COLUMNS = {
     **{"prompt": "instruction", "query": "input", "response": "output", "messages": "messages"},
     **{"system": "system", "tools": "tools", "history": "history"},
 }
-_TAGS = {"role_tag": ("from", "role"), "content_tag": ("value", "content")}
+_SOURCE_NAMES = {
+    *("path", "name", "split", "data_files", "ds_type", "type", "revision", "text_column"),
+    *("message_field_role", "message_field_content"),
+}
 _PROMPTS = "rows go through the model's chat template, not through the prompt text of that type"
 
 
@@ -114,11 +116,10 @@ def _axolotl_source(result: Conversion, entry: dict[str, Any], shown: str, text:
         if name in _FIELDS and isinstance(value, str):
             renamed[_FIELDS[name]] = value
         elif name == "message_property_mappings" and isinstance(value, dict):
-            _check_tags(result, f"{shown}.{name}", {"role_tag": value.get("role"), "content_tag": value.get("content")})
-        elif name in ("message_field_role", "message_field_content"):
-            _check_tags(result, f"{shown}.{name}", {name.replace("message_field_", "") + "_tag": value})
-        elif name not in ("path", "name", "split", "data_files", "ds_type", "type", "revision", "text_column"):
-            result.leave(f"{shown}.{name}", _PROMPTS if name in ("format", "no_input_format") else _reason(name))
+            _check_keys(result, f"{shown}.{name}", value.get("role"), value.get("content"))
+        elif name not in _SOURCE_NAMES:
+            result.leave(f"{shown}.{name}", _PROMPTS if name in ("format", "no_input_format") else "")
+    _check_keys(result, shown, entry.get("message_field_role"), entry.get("message_field_content"))
     if isinstance(entry.get("text_column"), str) and text:
         renamed["text"] = entry["text_column"]
     if isinstance(kind, str) and kind.split(".")[0] not in ("chat_template", "sharegpt", "completion", "pretrain"):
@@ -132,16 +133,11 @@ def _axolotl_source(result: Conversion, entry: dict[str, Any], shown: str, text:
     return found
 
 
-def _reason(name: str) -> str:
-    said = other_tools.answer(str(name), flags=False)
-    return said.removesuffix("; remove it") if said else "a source has no such setting here"
-
-
-def _check_tags(result: Conversion, shown: str, tags: dict[str, Any]) -> None:
+def _check_keys(result: Conversion, shown: str, role: Any, content: Any) -> None:
     """Turns are read as role/content and as from/value; other keys have to be renamed in the rows."""
-    for name, value in tags.items():
-        if value is not None and name in _TAGS and value not in _TAGS[name]:
-            result.leave(shown, f"turns are read as role/content or from/value: rename {value!r} in the rows")
+    for key, known in ((role, ("role", "from")), (content, ("content", "value"))):
+        if key is not None and key not in known:
+            result.leave(shown, f"turns are read as role/content or from/value: rename {key!r} in the rows")
 
 
 # LLaMA-Factory
@@ -153,12 +149,13 @@ def _llama_factory(result: Conversion) -> None:
     folders = [Path(folder)] if isinstance(folder, str) else [Path("data")]
     folders += [Path(result.file.path).parent / one for one in folders if not one.is_absolute()]
     found = next((one for one in folders if (one / "dataset_info.json").is_file()), folders[0])
-    known = read_object(found / "dataset_info.json") or {}
+    listing = found / "dataset_info.json"
+    known = read_object(str(listing)) if listing.is_file() else {}
     for name, ours in (("dataset", "data"), ("eval_dataset", "eval_data")):
         value = given.get(name) or []
         names = value if isinstance(value, list) else [part.strip() for part in str(value).split(",")]
         sources = [_listed(result, str(one), known.get(str(one)), found, name) for one in names]
-        _put_sources(result, ours, sources, f"{name}, by {found / 'dataset_info.json'}" if known else name)
+        _put_sources(result, ours, sources, f"{name}, by {listing}" if known else name)
 
 
 def _listed(result: Conversion, name: str, info: Any, folder: Path, key: str) -> dict[str, Any]:
@@ -171,10 +168,10 @@ def _listed(result: Conversion, name: str, info: Any, folder: Path, key: str) ->
     columns, tags = ({**value} if isinstance(value := info.get(key), dict) else {} for key in ("columns", "tags"))
     if info.get("ranking") or "kto_tag" in columns:
         raise preference(f"the data set {name}", result.file.path)
-    _check_tags(result, f"{name}.tags", tags)
+    _check_keys(result, f"{name}.tags", tags.get("role_tag"), tags.get("content_tag"))
     for other in ("num_samples", "script_url", "cloud_file_name", "ms_hub_url", "om_hub_url", "folder"):
         if info.get(other):
-            result.leave(f"{name}.{other}", _reason(other))
+            result.leave(f"{name}.{other}")
     renamed = {_COLUMNS[theirs]: str(column) for theirs, column in columns.items() if theirs in _COLUMNS and column}
     for theirs in columns:
         if theirs not in _COLUMNS:
@@ -200,9 +197,8 @@ def _trl(result: Conversion) -> None:
     for place, entry in enumerate(mixture if isinstance(mixture, list) else [], 1):
         if isinstance(entry, dict):
             mixed += [_source(path, entry.get("split"), entry.get("name")) for path in _paths(entry)]
-            others = [name for name in entry if name not in ("path", "name", "split", "data_files")]
-            for name in others:
-                result.leave(f"datasets[{place}].{name}", _reason(name))
+            for name in [name for name in entry if name not in ("path", "name", "split", "data_files")]:
+                result.leave(f"datasets[{place}].{name}")
     if named and mixed:
         result.leave("dataset_name", "datasets overrides it there")
     _put_sources(result, "data", mixed or named, "datasets" if mixed else "dataset_name")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from graftune.errors import GraftuneError
-from graftune.io.json_file import NotJson, parse_json, read_json
+from graftune.io.json_file import NotJson, parse_json
 from graftune.io.yaml_file import read_text, read_yaml
 from graftune.settings import other_tools
 from graftune.settings.values import scalar
@@ -68,7 +68,7 @@ def read_tool_file(path: str, tool: str | None = None) -> ToolFile:
     if ending in (".py", ".ipynb"):
         found = _script(path)
     elif ending in (".yaml", ".yml", ".json"):
-        found = ToolFile(path, "", dict(_object(path) if ending == ".json" else read_yaml(path)))
+        found = ToolFile(path, "", dict(read_object(path) if ending == ".json" else read_yaml(path)))
     else:
         found = _command_line(path)
     found.tool = tool or found.tool or other_tools.tool_of(found.given) or ""
@@ -81,16 +81,8 @@ def read_tool_file(path: str, tool: str | None = None) -> ToolFile:
     return found
 
 
-def read_object(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None if there is none that can be read."""
-    try:
-        value = read_json(path)
-    except (OSError, NotJson, GraftuneError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _object(path: str) -> dict[str, Any]:
+def read_object(path: str) -> dict[str, Any]:
+    """The object in a JSON file."""
     try:
         value = parse_json(read_text(path, LARGEST_SCRIPT))
     except NotJson as error:
@@ -219,7 +211,7 @@ def _parsed(text: str) -> ast.Module | None:
 def _notebook(found: ToolFile) -> ast.Module:
     """The code of a notebook without its shell commands. A cell that is not valid Python is left out."""
     module = ast.Module([], [])
-    cells = _object(found.path).get("cells")
+    cells = read_object(found.path).get("cells")
     for number, cell in enumerate(cells if isinstance(cells, list) else [], 1):
         source = cell.get("source") if isinstance(cell, dict) and cell.get("cell_type") == "code" else ""
         text = "".join(map(str, source)) if isinstance(source, list) else str(source)
