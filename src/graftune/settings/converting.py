@@ -48,7 +48,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 # The calls in a script that have defaults of their own, whichever tool it is for.
 _OF_CALLS = {"TrainingArguments": _TRAINER, "LoraConfig": _PEFT}
-_OF_LORA = ("rank", "alpha", "dropout", "targets")
 # Other spellings of our values.
 _SPELLED = {
     "schedule": {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"},
@@ -291,13 +290,15 @@ def _warmup_steps(result: Conversion, name: str, value: Any) -> None:
 
 def _add_defaults(result: Conversion) -> None:
     """The other tool's defaults where they differ from ours."""
-    ours, defaults = Config().flat(), result.defaults
-    loads = {name: value for name, value in result.file.given.items() if str(name).startswith("load_in")}
-    method = result.settings.get("method", defaults.get("method", "lora"))
+    ours, defaults, given = Config().flat(), result.defaults, result.file.given
+    full = result.settings.get("method", defaults.get("method")) == "full"
+    unneeded = {
+        "base_dtype": full
+        or any((key == "load_in_4bit") != bool(given[key]) for key in given if "load_in" in str(key)),
+        "val_split": "eval_data" in result.settings,
+        **dict.fromkeys(("rank", "alpha", "dropout", "targets"), full),
+    }
     for name, value in defaults.items():
-        given = name in result.settings or name in result.not_taken or name not in ours
-        if given or (name in _OF_LORA and method != "lora") or (name == "val_split" and "eval_data" in result.settings):
-            continue
-        unquantised = method == "full" or any((key == "load_in_4bit") != bool(loads[key]) for key in loads)
-        if value != ours[name] and not (name == "base_dtype" and unquantised):
+        decided = name in result.settings or name in result.not_taken or unneeded.get(name, False)
+        if name in ours and not decided and value != ours[name]:
             result.put(name, value, f"{result.title}'s default")

@@ -33,6 +33,8 @@ _CALLS = {
     **dict.fromkeys(("SFTConfig", "TrainingArguments", "UnslothTrainingArguments"), ("output_dir",)),
     **dict.fromkeys(("SFTTrainer", "UnslothTrainer", "LoraConfig", "BitsAndBytesConfig"), ("model",)),
 }
+# Calls that are settings themselves.
+_SWITCHES = {name: name for name in ("get_peft_model", "train_on_responses_only")} | {"LoraConfig": "get_peft_model"}
 _RENAMED = {"name": "dataset_config", "path": "dataset_name", "split": "dataset_train_split"}  # of load_dataset
 # Objects that are passed from one call to another.
 _OBJECTS = {
@@ -224,10 +226,8 @@ def _notebook(found: ToolFile) -> ast.Module:
 
 
 def _read_call(found: ToolFile, call: ast.Call, function: str, constants: dict[str, ast.expr]) -> None:
-    if function in ("get_peft_model", "LoraConfig"):
-        found.given.setdefault("get_peft_model", True)
-    if function == "train_on_responses_only":
-        found.given["train_on_responses_only"] = True
+    if function in _SWITCHES:
+        found.given.setdefault(_SWITCHES[function], True)
     second = function == "load_dataset" and "dataset_name" in found.given
     positional = zip(_CALLS[function], call.args, strict=False)
     keywords = [(keyword.arg, keyword.value) for keyword in call.keywords]
