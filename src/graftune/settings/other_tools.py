@@ -267,7 +267,7 @@ axolotl: base_model datasets sequence_len micro_batch_size num_epochs sample_pac
     val_set_size dataset_prepared_path evals_per_epoch saves_per_epoch pad_to_sequence_len train_on_inputs
 llama-factory: stage finetuning_type cutoff_len lora_target lora_rank dataset dataset_dir do_train quantization_bit
     val_size plot_loss overwrite_cache preprocessing_num_workers neat_packing mask_history train_on_prompt
-    template infer_backend export_dir
+    infer_backend export_dir
 trl: dataset_name dataset_config dataset_text_field use_peft lora_r lora_target_modules max_length dataset_train_split
     assistant_only_loss completion_only_loss
 """
