@@ -1,5 +1,5 @@
-"""The gated short convolution: the kernel against the reference, the reference against autograd of torch's own
-convolution, document by document."""
+"""Short convolutions, gated and with SiLU: the kernels against the reference, the reference against autograd of torch's
+own convolution, document by document."""
 
 from __future__ import annotations
 
@@ -78,4 +78,55 @@ def test_a_step_is_the_next_token():
     reference.forward(bcx, weight, positions, want)
     for token in range(9):
         short_conv.step_(bcx[token : token + 1], weight, state, got)
+        close(got[0], want[token], CLOSE[torch.float32])
+
+
+def silu_by_torch(documents, x, taps):
+    found = []
+    for part in x.split(documents):
+        u = torch.nn.functional.pad(part.t(), (taps.shape[1] - 1, 0))
+        found.append(torch.nn.functional.silu(torch.nn.functional.conv1d(u, taps.unsqueeze(1), groups=len(taps)).t()))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize(("documents", "width", "taps"), CASES)
+def test_reference_with_silu_is_autograds(documents, width, taps):
+    x, weight, positions, grad = inputs(documents, width, taps, torch.float32, "cpu")
+    x = x[:, :width].clone().requires_grad_()
+    weight.requires_grad_()
+    want = silu_by_torch(documents, x, weight)
+    want.backward(grad)
+    with torch.no_grad():
+        out, grad_x, grad_taps = torch.empty_like(want), torch.empty_like(x), torch.zeros_like(weight)
+        short_conv.silu_forward(x, weight, positions, out)
+        short_conv.silu_backward(grad, x, weight, positions, grad_x, grad_taps)
+    close(out, want, CLOSE[torch.float32])
+    close(grad_x, x.grad, CLOSE[torch.float32])
+    close(grad_taps, weight.grad, CLOSE[torch.float32])
+
+
+@pairwise(("documents, width, taps", CASES), ("padding", [0, 8]), ("dtype", list(CLOSE)))
+def test_kernel_with_silu_is_the_references(kernels_on, device, documents, width, taps, padding, dtype):
+    x, weight, positions, grad = inputs(documents, width, taps, dtype, device)
+    x = x[:, :width]
+    x_wide, given = filled(x, padding)
+    (out_wide, out), (grad_wide, grad_x) = (buffer(*x.shape, padding, x) for _ in range(2))
+    short_conv.silu_forward(given, weight, positions, out)
+    short_conv.silu_backward(grad, given, weight, positions, grad_x)
+    want, want_grad = torch.empty_like(x, dtype=torch.float32), torch.empty_like(x, dtype=torch.float32)
+    reference.silu_forward(x.float(), weight, positions, want)
+    reference.silu_backward(grad.float(), x.float(), weight, positions, want_grad)
+    for got, right in ((out, want), (grad_x, want_grad)):
+        close(got, right, CLOSE[dtype])
+    for wide, inner in ((out_wide, out), (grad_wide, grad_x), (x_wide, given)):
+        assert untouched(wide, inner)
+
+
+def test_a_step_with_silu_is_the_next_token():
+    x, weight, positions, _ = inputs((9,), 6, 4, torch.float32, "cpu")
+    x = x[:, :6]
+    want, got, state = torch.empty(9, 6), torch.empty(1, 6), torch.zeros(1, 3, 6)
+    reference.silu_forward(x, weight, positions, want)
+    for token in range(9):
+        short_conv.silu_step_(x[token : token + 1], weight, state, got)
         close(got[0], want[token], CLOSE[torch.float32])

@@ -1,8 +1,9 @@
-"""LFM2's double-gated short convolution over packed documents: C * conv(B * x), see reference.py.
+"""Short causal convolutions over packed documents: LFM2's, gated twice, C * conv(B * x), and Qwen3.5's silu(conv(x)),
+see reference.py.
 
-bcx [T, 3D] holds B, C and x in adjacent columns. taps [D, K] are fp32; the last one is for the token itself. positions
-[T] count from 0 in every document, so that the convolution does not cross a boundary. It computes in fp32; tensors may
-have any row stride.
+bcx [T, 3D] holds B, C and x in adjacent columns; x alone is [T, D]. taps [D, K] are fp32; the last one is for the token
+itself. positions [T] count from 0 in every document, so that the convolution does not cross a boundary. It computes in
+fp32; tensors may have any row stride.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from graftune.kernels import launch
 from graftune.kernels.short_conv import reference
 
-__all__ = ["backward", "forward", "step_"]
+__all__ = ["backward", "forward", "silu_backward", "silu_forward", "silu_step_", "step_"]
 
 
 @launch.operation("convolution")
@@ -43,9 +44,50 @@ def step_(bcx: torch.Tensor, taps: torch.Tensor, state: torch.Tensor, out: torch
     """Compute one new token of each sequence from bcx [S, 3D]. `state` [S, K - 1, D] holds the last values of B * x of
     each sequence, oldest first, and is shifted by one."""
     b, c, x = (part.float() for part in bcx.chunk(3, 1))
-    u = torch.cat((state.float(), (b * x).unsqueeze(1)), 1)
-    out.copy_(c * torch.einsum("skd,dk->sd", u, taps))
-    state.copy_(u[:, 1:])
+    out.copy_(c * _next(b * x, taps, state))
+
+
+@launch.operation("convolution")
+def silu_forward(x: torch.Tensor, taps: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
+    """Write silu(conv(x)) [T, D] to `out`."""
+    _check_silu(x, taps, positions, out)
+    launch.implementation(reference, x).silu_forward(x, taps, positions, out)
+
+
+@launch.operation("convolution")
+def silu_backward(
+    grad: torch.Tensor, x: torch.Tensor, taps: torch.Tensor, positions: torch.Tensor, out: torch.Tensor,
+    grad_taps: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """For grad [T, D], write the gradient of x [T, D] to `out`, which must be another buffer. Add the taps' gradient to
+    `grad_taps` if given; the reference does this, since only full training needs it."""
+    _check_silu(x, taps, positions, grad)
+    _check_silu(x, taps, positions, out)
+    if launch.fused(x) and grad_taps is None:
+        from graftune.kernels.short_conv import kernel
+
+        kernel.silu_backward(grad, x, taps, positions, out)
+    else:
+        reference.silu_backward(grad, x, taps, positions, out, grad_taps)
+
+
+@launch.operation("convolution")
+def silu_step_(x: torch.Tensor, taps: torch.Tensor, state: torch.Tensor, out: torch.Tensor) -> None:
+    """Compute silu(conv(x)) of one new token of each sequence from x [S, D]. `state` [S, K - 1, D] holds the last
+    values of x of each sequence, oldest first, and is shifted by one."""
+    out.copy_(torch.nn.functional.silu(_next(x.float(), taps, state)))
+
+
+def _next(u: torch.Tensor, taps: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """The convolution at the new token u [S, D]; shifts the state."""
+    reached = torch.cat((state.float(), u.unsqueeze(1)), 1)
+    state.copy_(reached[:, 1:])
+    return torch.einsum("skd,dk->sd", reached, taps)
+
+
+def _check_silu(x: torch.Tensor, taps: torch.Tensor, positions: torch.Tensor, other: torch.Tensor) -> None:
+    assert x.shape == other.shape == (len(positions), len(taps)), (x.shape, other.shape, taps.shape)
+    assert x.stride(1) == other.stride(1) == 1 and taps.is_contiguous() and taps.dtype == torch.float32
 
 
 def _check(bcx: torch.Tensor, taps: torch.Tensor, positions: torch.Tensor, narrow: torch.Tensor) -> None:
