@@ -45,7 +45,7 @@ def forward(
     scale: float, out: torch.Tensor, state: torch.Tensor | None, final_state: bool, tiled: bool,
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:  # fmt: skip
     layout = _layout(docs, q)
-    chunks = _Chunks.of(q, k, v, decay, beta, layout, tiled)
+    chunks = DeltaChunks.of(q, k, v, decay, beta, layout, tiled)
     starts, written, last = _scan(chunks, layout, state)
     out.copy_(layout.tokens(_output(chunks, starts, written, scale)))
     return (), last if final_state else None
@@ -58,7 +58,7 @@ def backward(
     tiled: bool,
 ) -> None:  # fmt: skip
     layout = _layout(docs, q)
-    c = _Chunks.of(q, k, v, decay, beta, layout, tiled)
+    c = DeltaChunks.of(q, k, v, decay, beta, layout, tiled)
     starts, written, _ = _scan(c, layout, None)
     grad = layout.chunks(grad_out).to(c.q.dtype)
     strict = c.mask.tril(-1)
@@ -105,7 +105,7 @@ def step_(
     out.copy_(torch.einsum("svd,svde->sve", scale * q, state))
 
 
-class _Layout(NamedTuple):
+class ChunkLayout(NamedTuple):
     """Where the tokens of the documents are in chunks; the last chunk of a document is filled up with zeros."""
 
     size: int  # C
@@ -125,7 +125,7 @@ class _Layout(NamedTuple):
         return x.transpose(1, 2).flatten(0, 1).index_select(0, self.places)
 
 
-def _layout(docs: Documents, q: torch.Tensor) -> _Layout:
+def _layout(docs: Documents, q: torch.Tensor) -> ChunkLayout:
     assert docs.lengths is not None and sum(docs.lengths) == len(q), (docs.lengths, len(q))
     size = min(CHUNK, launch.power_of_two(max(docs.lengths), LEAST_CHUNK))
     rows: list[int] = []
@@ -146,10 +146,10 @@ def _layout(docs: Documents, q: torch.Tensor) -> _Layout:
         return torch.tensor(values, dtype=torch.int64, device=q.device)
 
     found = [(table(documents), table(chunks)) for documents, chunks in steps]
-    return _Layout(size, len(docs.lengths), table(rows), table(places), found)
+    return ChunkLayout(size, len(docs.lengths), table(rows), table(places), found)
 
 
-class _Chunks(NamedTuple):
+class DeltaChunks(NamedTuple):
     """The inputs in chunks, fp32 (fp64 for fp64 inputs), and what depends on them alone."""
 
     q: torch.Tensor  # [N, V, C, D], normed
@@ -166,9 +166,9 @@ class _Chunks(NamedTuple):
 
     @staticmethod
     def of(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, layout: _Layout,
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, layout: ChunkLayout,
         tiled: bool,
-    ) -> _Chunks:  # fmt: skip
+    ) -> DeltaChunks:  # fmt: skip
         heads = _key_heads(k, v, tiled)
         q, k = (layout.chunks(_normed(x).index_select(1, heads)) for x in (q, k))
         v, decay, beta = (layout.chunks(x).to(q.dtype) for x in (v, decay.unsqueeze(-1), beta.unsqueeze(-1)))
@@ -179,10 +179,12 @@ class _Chunks(NamedTuple):
         system = unit + (beta * (k @ k.mT) * mask).tril(-1)
         inverse = torch.linalg.solve_triangular(system, unit, upper=False, unitriangular=True)
         grown, left = total.exp(), (last - total).exp()
-        return _Chunks(q, k, v, beta, grown, left, last.exp(), mask, beta * grown * k, left * k, inverse)
+        return DeltaChunks(q, k, v, beta, grown, left, last.exp(), mask, beta * grown * k, left * k, inverse)
 
 
-def _scan(c: _Chunks, layout: _Layout, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _scan(
+    c: DeltaChunks, layout: ChunkLayout, state: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The state before each chunk [N, V, D, E], what each chunk writes [N, V, C, E], the state after each document."""
     (count, heads, _, width), value_width = c.k.shape, c.v.shape[3]
     starts, written = c.k.new_zeros(count, heads, width, value_width), c.inverse @ (c.beta * c.v)
@@ -198,7 +200,7 @@ def _scan(c: _Chunks, layout: _Layout, state: torch.Tensor | None) -> tuple[torc
     return starts, written, current
 
 
-def _output(c: _Chunks, starts: torch.Tensor, written: torch.Tensor, scale: float) -> torch.Tensor:
+def _output(c: DeltaChunks, starts: torch.Tensor, written: torch.Tensor, scale: float) -> torch.Tensor:
     return scale * (c.grown * (c.q @ starts) + ((c.q @ c.k.mT) * c.mask) @ written)
 
 
