@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from graftune.api import export
 from graftune.errors import GraftuneError
 from graftune.infer.sample import Sampling
+from graftune.model.families import family_of
+from graftune.weights.base import open_base
 from graftune.weights.model import hf_config, save_model
 from tests.exporting import models
 from tests.exporting.judges import LlamaCpp, gap, opened, ours
@@ -75,16 +77,29 @@ def test_long_rope_is_llama_cpps(tmp_path: Path) -> None:
     assert gap(got, ours(run, document)[-1]) > 1e-2, "the factors make a difference"
 
 
+def test_windows_of_exaone4_are_llama_cpps(tmp_path: Path) -> None:
+    """llama.cpp has them in models of 64 layers, where every fourth layer has no rope."""
+    folder = models.make_folder("exaone4-deep", tmp_path / "model")
+    gguf = export(str(folder), "gguf", kind="F32", out=str(tmp_path / "m.gguf")).path
+    document = [5 + (i * 37) % 200 for i in range(40)]
+    assert gap(LlamaCpp(gguf).after(document), ours(opened(folder), document)[-1]) < 1e-3
+    mixers = [layer.mixer for layer in open_base(str(gguf)).spec.layers]
+    assert [mixer.attention.window for mixer in mixers[:5]] == [6, 6, 6, 0, 6]
+    assert [mixer.ropes[0].enabled for mixer in mixers[:5]] == [True, True, True, False, True]
+
+
 def test_a_gguf_trains_and_goes_out_as_a_folder(both: tuple[str, Path, Path], tmp_path: Path) -> None:
     _, folder, gguf = both
-    side = oracle.whole(gguf)
+    side, folders = oracle.whole(gguf), family_of(open_base(str(folder)).spec)
     loss, grads = side.gradients(examples(20, 33))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     total = oracle.loss_sum(model, examples(20, 33))
     total.backward()
     assert loss == pytest.approx(float(total.detach()), rel=1e-5)
     for name, parameter in named(model).items():
-        assert parameter.grad is not None and relative(grads[name], parameter.grad) < 1e-4, name
+        parts = [family_of(side.base.spec).our_name(part) for part in folders.to_gguf(name)]
+        got = torch.cat([grads[part] for part in parts if part])  # a GGUF may hold a tensor of the folder as two
+        assert parameter.grad is not None and relative(got, parameter.grad) < 1e-4, name
     save_model(tmp_path / "model", side.arena, side.base, hf_config(side.base), torch.float32)
     documents = [e.tokens for e in examples(90, 11)]
     assert (transformers_logits(tmp_path / "model", documents) - side.logits(documents)).abs().max() < 2e-4
@@ -98,6 +113,7 @@ def test_a_gguf_trains_and_goes_out_as_a_folder(both: tuple[str, Path, Path], tm
         ("gemma2-odd", "caps the scores"),
         ("smollm3-window", r"layers\.0\..*rope\.0 is 0\.0"),
         ("gemma3-short", r"layers\.1\..*rope\.1 is"),
+        ("exaone4-window", r"layers\.0\..*window is 6 \(it reads back as 0\)"),
     ],
 )
 def test_what_a_gguf_cannot_say_is_refused(variant: str, what: str, tmp_path: Path) -> None:

@@ -53,6 +53,9 @@ PER_BLOCK = {
     "smollm3": 9,
     "olmo2": 11,
     "olmo3-yarn": 11,
+    "gemma": 9,
+    "granitemoehybrid": 8,
+    "exaone4-window": 11,
 }
 
 

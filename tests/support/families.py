@@ -18,7 +18,10 @@ from graftune.weights.base import Base
 from graftune.weights.synthetic import random_base
 from tests.support import specs, tiny
 
-DIFFERENT = ("gemma2", "gemma3", "phi3", "phi3-long", "granite", "smollm3", "olmo2", "lfm2", "olmo3")
+DIFFERENT = (
+    "gemma2", "gemma3", "phi3", "phi3-long", "granite", "smollm3", "olmo2", "lfm2", "olmo3", "exaone4-window",
+    "granitemoehybrid",
+)  # fmt: skip
 
 
 def spec(variant: str) -> ModelSpec:

@@ -26,7 +26,7 @@ ROPE: dict[str, dict[str, Any]] = {
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
 }
-TIED = ("gemma2", "gemma3", "smollm3", "lfm2")
+TIED = ("gemma", "gemma2", "gemma3", "smollm3", "lfm2")
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6, "tie_word_embeddings": True}
 # Every family: the class of its configuration in transformers, and its options beside those of all. Layers are of both
 # kinds wherever there are two. A row here is checked by all tests that go over families: logits and gradients against
@@ -58,6 +58,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": 0,
         },
     ),
+    "gemma": ("GemmaConfig", {"head_dim": 16, "tie_word_embeddings": True, "pad_token_id": 0}),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.5,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 0.7,
+            "shared_intermediate_size": 72,
+            "num_local_experts": 0,
+            "layer_types": ["full_attention"] * 3,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 6,
+        },
+    ),
+    "exaone4": ("Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
 }
 VARIANTS = (
     *FAMILIES,
@@ -73,6 +89,7 @@ VARIANTS = (
     "granite-yarn",
     "smollm3-window",
     "olmo3-yarn",
+    "exaone4-window",
 )
 LONG = {
     "rope_type": "longrope",
@@ -102,6 +119,9 @@ VARIANT_OPTIONS: dict[str, dict[str, Any]] = {
     },
     "phi3-window": {"sliding_window": 5},
     "granite-yarn": {"num_key_value_heads": 6},
+    "exaone4-window": {"num_hidden_layers": 5, "sliding_window": 6, "layer_types": None},
+    # llama.cpp has windows in models of 64 layers only
+    "exaone4-deep": {"num_hidden_layers": 64, "sliding_window": 6, "layer_types": None},
     "smollm3-window": {"no_rope_layers": [0, 1, 1, 0, 1], "use_sliding_window": True, "sliding_window": 4},
     "olmo3-yarn": {
         "rope_parameters": {

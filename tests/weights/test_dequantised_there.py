@@ -13,7 +13,7 @@ from graftune.model.frozen.formats.nf4 import Nf4Rows
 from graftune.model.frozen.mapped import read_to
 from graftune.weights.base import default_base, open_base
 from graftune.weights.gguf_io import GgufTensor
-from graftune.weights.rows import FirstRows
+from graftune.weights.rows import RowRange
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def sources() -> dict[str, Any]:
     tensors = open_base(str(default_base())).tensors
     names = ("layers.0.self_attn.q_proj.weight", "layers.0.mlp.down_proj.weight")  # q's rows lie in another order
     found: dict[str, Any] = {name: tensors[name] for name in names}
-    return found | {"first rows": FirstRows(tensors[names[0]], 100)}
+    return found | {"first rows": RowRange(tensors[names[0]], 100)}
 
 
 @pytest.fixture

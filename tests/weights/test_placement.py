@@ -25,7 +25,7 @@ from graftune.weights.base import Base, open_base
 from graftune.weights.gguf_io import GgufTensor
 from graftune.weights.load import scratch_values
 from graftune.weights.placement import choose_placement
-from graftune.weights.rows import FirstRows, Reordered
+from graftune.weights.rows import Reordered, RowRange
 from tests.support import quantised, tiny
 
 LORA = LoraConfig(rank=4, alpha=8.0)
@@ -106,8 +106,8 @@ def test_a_files_blocks_are_uploaded_byte_by_byte(rows, as_on_a_gpu):
     turned = Reordered(file, torch.arange(31, -1, -1))  # rows in another order, as Llama's are
     base = dataclasses.replace(base, tensors=dict(base.tensors) | {key: turned})
     if rows:  # tokens were added: rows that only pad the table are left off
-        tensors = dict(base.tensors) | {"lm_head.weight": FirstRows(base.tensors["lm_head.weight"], rows)}
-        tensors["embed_tokens.weight"] = FirstRows(base.tensors["embed_tokens.weight"], rows)
+        tensors = dict(base.tensors) | {"lm_head.weight": RowRange(base.tensors["lm_head.weight"], rows)}
+        tensors["embed_tokens.weight"] = RowRange(base.tensors["embed_tokens.weight"], rows)
         base = dataclasses.replace(base, tensors=tensors, spec=base.spec.with_vocab(rows))
     decoder = quantised.placed(base, LORA, "keep").decoder
     q, k, v = decoder.blocks[0].mixer.qkv.frozen.members

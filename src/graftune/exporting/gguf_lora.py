@@ -34,8 +34,8 @@ def lora_tensors(adapter: Adapter, base: Base, kind: str) -> list[OutputTensor]:
             ]
             continue
         stem, _, matrix = ours.removesuffix(".weight").rpartition(".")
-        name = family_of(base.spec).to_gguf(f"{stem}.weight") if matrix in ("lora_A", "lora_B") else None
-        if name is None:
+        stored_as = family_of(base.spec).to_gguf(f"{stem}.weight") if matrix in ("lora_A", "lora_B") else ()
+        if not stored_as:
             raise GraftuneError(
                 f"the adapter also holds {ours}, which an adapter in GGUF has no place for",
                 where=str(adapter.folder),
@@ -44,7 +44,9 @@ def lora_tensors(adapter: Adapter, base: Base, kind: str) -> list[OutputTensor]:
         turned = rows.heads_of(base.spec, ours)
         if interleaved and turned is not None and matrix == "lora_B":
             value = value[rows.gguf_order(*turned)]
-        found.append(OutputTensor(f"{name}.{matrix.lower()}", TensorRows(value.float().contiguous()), kind))
+        parts = value.chunk(len(stored_as)) if matrix == "lora_B" else [value] * len(stored_as)
+        for name, part in zip(stored_as, parts, strict=True):
+            found.append(OutputTensor(f"{name}.{matrix.lower()}", TensorRows(part.float().contiguous()), kind))
     return found
 
 

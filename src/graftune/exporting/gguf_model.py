@@ -26,6 +26,7 @@ from graftune.weights.streamed import UNWATCHED, OutputTensor, Watcher
 
 # True of the file that was read, not of what is written now; and templates, of which one is checked and written.
 _DROPPED = ("split.", "quantize.imatrix.", "general.alignment", "tokenizer.chat_template")
+_NAMING = ("family", "module", "names")  # fields of a spec that say nothing about what is computed
 
 
 def gguf_tensors(base: Base, mix: str) -> list[OutputTensor]:
@@ -37,8 +38,8 @@ def gguf_tensors(base: Base, mix: str) -> list[OutputTensor]:
     for ours in sorted(plain, key=_place):
         if ours == "lm_head.weight" and base.spec.tied:
             continue
-        name = family.to_gguf(ours)
-        if name is None:
+        stored_as = family.to_gguf(ours)
+        if not stored_as:
             raise GraftuneError(f"{ours} has no name in GGUF", where=str(base.path), fix="export to merged or peft")
         source: RowSource = base.tensors[ours]
         turned, shapes = rows.heads_of(base.spec, ours), rows.shapes_of(base.spec, ours)
@@ -46,7 +47,8 @@ def gguf_tensors(base: Base, mix: str) -> list[OutputTensor]:
             source = rows.Reordered(source, rows.gguf_order(*turned))
         if shapes is not None:
             source = rows.Reshaped(source, shapes[1])
-        found.append(OutputTensor(name, source, tensor_kind(name, tuple(source.shape), mix, base.spec)))
+        for name, part in zip(stored_as, rows.divided(source, len(stored_as)), strict=True):
+            found.append(OutputTensor(name, part, tensor_kind(name, tuple(part.shape), mix, base.spec)))
     found += [OutputTensor(n, s, tensor_kind(n, tuple(s.shape), mix, base.spec)) for n, s in stacks.items()]
     return found
 
@@ -121,7 +123,7 @@ def _same(want: Any, got: Any) -> bool:
 
 def _values(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     """Everything that a spec says, by its place. Ropes are given by their frequencies, which files may state in several
-    ways; the family is left out, since some share an architecture."""
+    ways; the family is left out, since some share an architecture, and so are the names of a folder's tensors."""
     if isinstance(value, RopeSpec):
         rope = value.build()
         value = (*rope.frequencies.tolist(), rope.scaling)
@@ -129,7 +131,7 @@ def _values(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
         for field in dataclasses.fields(value):
             skipped = field.name in ("branches", "parts", "part")  # say nothing to a reader of the message
             inner = place if skipped else f"{place}.{field.name}".removeprefix(".")
-            yield from _values(getattr(value, field.name), inner) if field.name != "family" else ()
+            yield from _values(getattr(value, field.name), inner) if field.name not in _NAMING else ()
     elif isinstance(value, tuple):
         for index, each in enumerate(value):
             yield from _values(each, f"{place}.{index}")

@@ -26,7 +26,7 @@ from graftune.settings.config import TARGETS, LoraConfig
 from graftune.weights import experts
 from graftune.weights.adapter_fit import Adapter, check_tables, fitted
 from graftune.weights.base import Base, with_new_tokens
-from graftune.weights.rows import Over, Reordered
+from graftune.weights.rows import Over, Reordered, RowRange
 from graftune.weights.streamed import OutputTensor
 
 SAMPLED = 128  # rows of a piece that Survival looks at
@@ -270,6 +270,8 @@ class Survival:
     ) -> None:
         """`dtype`: what was rounded to, None for a quantised type (W is not quantised a second time)."""
         order = None
+        if isinstance(source, RowRange):
+            start, stop, source = start + source.first, stop + source.first, source.source
         if isinstance(source, Reordered):
             order, source = source.order, source.source
         if isinstance(source, experts.Stack):

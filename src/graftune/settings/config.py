@@ -30,7 +30,7 @@ Note = Callable[[str], None]  # takes a note for the user
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # What some families hold as one projection, and adapters there are on: what they call it, and its parts elsewhere.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-OTHER_PROJECTIONS = ("in_proj", "out_proj", "w1", "w3", "w2")  # as LFM2 calls them
+OTHER_PROJECTIONS = ("in_proj", "out_proj", "w1", "w3", "w2", "input_linear", "output_linear")  # LFM2's, Granite 4's
 TARGETS = (*PROJECTIONS, *FUSED, *OTHER_PROJECTIONS)
 LENGTH, SHORTEST = 2048, 8  # tokens of an example: the longest unless set, and the least that may be set
 TARGET_SHORTHANDS = {

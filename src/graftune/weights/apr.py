@@ -27,7 +27,7 @@ from graftune.weights.adapter_fit import Adapter
 from graftune.weights.apr_io import AprFile, AprTensor
 
 SCHEMA = "1.3.0"
-_OURS = re.compile(r"layers\.(\d+)\.(?:self_attn|conv|mlp|feed_forward)\.(\w+)\.lora_([AB])\.weight")
+_OURS = re.compile(r"layers\.(\d+)\.(?:self_attn|conv|mlp|shared_mlp|feed_forward)\.(\w+)\.lora_([AB])\.weight")
 _STORED = re.compile(r"lora\.(\d+)\.(\w+)\.lora_([ab])")
 _BESIDE = re.compile(r"(layers\.\d+\.[\w.]*)?\w*norm\.weight|(embed_tokens|lm_head)\.weight")
 

@@ -87,7 +87,7 @@ def with_new_tokens(base: Base, new: Sequence[str]) -> Base:
     tensors = dict(base.tensors)
     for name in ("embed_tokens.weight", "lm_head.weight"):
         if name in tensors and tensors[name].shape[0] > count:
-            tensors[name] = rows_.FirstRows(tensors[name], count)
+            tensors[name] = rows_.RowRange(tensors[name], count)
     spec = base.spec.with_vocab(count)
     return dataclasses.replace(base, spec=spec, tensors=tensors, tokenizer=base.tokenizer.with_tokens(new))
 

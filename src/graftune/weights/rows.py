@@ -56,25 +56,35 @@ class Over(RowsByReading):
 
 
 @dataclass(frozen=True)
-class FirstRows(Over):
-    """The first `count` rows of another source."""
+class RowRange(Over):
+    """`count` rows of another source, from row `first` on."""
 
     count: int
+    first: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
         return (self.count, *self.source.shape[1:])
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        return self.source.read(start, min(stop, self.count))
+        return self._range(self.source.read, start, stop)
 
     def gather(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.source.gather(ids)
+        return self.source.gather(ids + self.first)
 
     @property
     def raw(self) -> Callable[[int, int], torch.Tensor]:
         """A GGUF's blocks; raises AttributeError where the source has none."""
-        return cast(BlockSource, self.source).raw
+        return partial(self._range, cast(BlockSource, self.source).raw)
+
+    def _range(self, read: Callable[[int, int], torch.Tensor], start: int, stop: int) -> torch.Tensor:
+        return read(self.first + start, self.first + min(stop, self.count))
+
+
+def divided(source: RowSource, parts: int) -> list[RowSource]:
+    """The rows of a source as so many sources of equal size."""
+    size = source.shape[0] // parts
+    return [source] if parts == 1 else [RowRange(source, size, part * size) for part in range(parts)]
 
 
 @dataclass(frozen=True)

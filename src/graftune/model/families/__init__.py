@@ -11,6 +11,7 @@ from typing import Any
 
 from graftune.errors import GraftuneError
 from graftune.model.families.common import Family
+from graftune.model.families.exaone import EXAONE
 from graftune.model.families.gemma import GEMMA, REFUSED
 from graftune.model.families.granite import GRANITE
 from graftune.model.families.lfm2 import LFM2
@@ -22,7 +23,7 @@ from graftune.model.spec import ModelSpec
 from graftune.settings.config import TARGETS
 
 # Of several with one architecture, those with a marker come first.
-FAMILIES = {family.name: family for family in (*LLAMA, *QWEN, *GEMMA, *PHI, *GRANITE, *OLMO, *LFM2)}
+FAMILIES = {family.name: family for family in (*LLAMA, *QWEN, *GEMMA, *PHI, *GRANITE, *OLMO, *LFM2, *EXAONE)}
 MODEL_TYPES = {family.hf_type: family for family in FAMILIES.values()}
 _NAMES = sorted({name for family in FAMILIES.values() for name in family.block_names})
 # The modules that a projection may be in, over all families.

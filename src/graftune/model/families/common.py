@@ -73,7 +73,9 @@ class Family:
     bias: bool = False  # of queries, keys and values
     qk_norm: bool = False
     wide_qk_norm: bool = False  # over all heads together
-    fused: bool = False  # checkpoints hold q, k and v as one projection, gate and up as another
+    fused: bool = False  # checkpoints hold q, k and v as one projection
+    mlp: str = "mlp"  # the feed-forward's module and projections on disk; two names where gate and up are one
+    mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     windows: str = "none"  # which layers have one, unless layer_types says so: none | all | configured | alternate
     pattern: int = 0  # alternate: every such layer has none
     local_rope: bool = False  # layers with a window have a rope of their own, which is never scaled
@@ -82,6 +84,7 @@ class Family:
     expert_ffn_key: str = "intermediate_size"
     keys: Mapping[str, str] = field(default_factory=dict)  # beside KEYS
     gguf_names: Mapping[str, str] = field(default_factory=dict)  # where GGUF's names are not those of BLOCK and TOP
+    gguf_halves: Mapping[str, str] = field(default_factory=dict)  # GGUF's name of the second half of a tensor's rows
     interleaved: bool = False  # GGUFs interleave the two halves of each head of q and k
     windows_in_llama_cpp: bool = False
     layers_of_70b: int = 0  # so many layers make llama.cpp's quantiser take a model for one of 70B parameters
@@ -193,7 +196,7 @@ class Family:
         width = get.whole("hidden_size")
         activation = get.activation()
         if not self.experts_key:
-            return GatedSpec(width, get.whole("intermediate_size"), activation, self.fused)
+            return GatedSpec(width, get.whole("intermediate_size"), activation, self.mlp, self.mlp_names)
         config = get.config
         if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
             raise GraftuneError("has experts in some layers only", where=get.where, fix="this variant is not supported")
@@ -346,9 +349,15 @@ class Family:
     def top_names(self) -> dict[str, str]:
         return TOP | {ours: theirs for ours, theirs in self.gguf_names.items() if ours == self.final_norm}
 
-    def to_gguf(self, ours: str) -> str | None:
-        """GGUF's name of one of our tensors, or None if it has none there."""
-        return _renamed(ours, "layers", "blk", self.block_names, self.top_names)
+    def to_gguf(self, ours: str) -> tuple[str, ...]:
+        """GGUF's name of one of our tensors: two names where a GGUF divides its rows in halves, none where it has no
+        place for the tensor."""
+        found = _renamed(ours, "layers", "blk", self.block_names, self.top_names)
+        second = self.gguf_halves.get(found.split(".")[-2]) if found else None
+        if found is None or second is None:
+            return () if found is None else (found,)
+        stem, _, kind = found.rsplit(".", 2)
+        return found, f"{stem}.{second}.{kind}"
 
     def our_name(self, gguf: str) -> str | None:
         """Our name of a tensor of a GGUF, or None for one that is not a weight of the model (rope_freqs and others)."""

@@ -1,5 +1,5 @@
-"""Gemma 2 and 3: norms around each part whose weights are stored less one, a scaled embedding, alternating windows,
-and in Gemma 2 soft caps on scores and logits."""
+"""Gemma: norms whose weights are stored less one, and a scaled embedding. Gemma 2 and 3 also have norms behind
+each part and alternating windows, and Gemma 2 has soft caps on scores and logits."""
 
 from __future__ import annotations
 
@@ -49,6 +49,11 @@ class Gemma(Family):
     layers_by_width: int = 0  # a model with so many layers divides its scores by the root of width / heads in llama.cpp
     always_capped: bool = False  # in llama.cpp
 
+    def completed(self, config: Config) -> dict[str, Any]:
+        """With the activation that "gelu" means in the first checkpoints."""
+        found = super().completed(config)
+        return found | {"hidden_act": "gelu_pytorch_tanh"} if found.get("hidden_act") == "gelu" else found
+
     def embedding(self, get: Getter) -> EmbeddingSpec:
         return replace(super().embedding(get), scale=math.sqrt(get.whole("hidden_size")))
 
@@ -81,6 +86,12 @@ class Gemma(Family):
 
 
 GEMMA = (
+    Gemma(
+        "gemma",
+        "GemmaForCausalLM",
+        defaults={"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh", "head_dim": 256},
+        norm_offset=1.0,
+    ),
     Gemma(
         "gemma2",
         "Gemma2ForCausalLM",

@@ -1,20 +1,68 @@
-"""Granite: Llama with multipliers on the embedding, the scores, the residual stream and the logits."""
+"""Granite: Llama with multipliers on the embedding, the scores, the residual stream and the logits.
+
+Granite 4 without SSM layers has folders of another class, GraniteMoeHybrid, of which only attention and the shared MLP
+are used. Its GGUFs are granite's.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import Any
+
+from graftune.errors import GraftuneError
 from graftune.model.families.common import Family
+from graftune.model.families.reading import Config, Getter
+from graftune.model.mixers.attention import AttentionSpec
+from graftune.model.spec import ModelSpec
+
+COMMON: dict[str, Any] = {
+    "architecture": "granite",
+    "defaults": {"attention_multiplier": 1.0},
+    "interleaved": True,
+    "keys": {
+        "embedding_multiplier": "embedding_scale",
+        "attention_multiplier": "attention.scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Granite4(Family):
+    def completed(self, config: Config) -> dict[str, Any]:
+        found = super().completed(config)
+        return found | {"intermediate_size": found.get("shared_intermediate_size", 1024)}
+
+    def attention(self, get: Getter) -> AttentionSpec:
+        config, layers = get.config, get.by_layer(get.config.get("layer_types") or ["mamba"] * get.layers())
+        if not {"attention", "full_attention"}.issuperset(layers):
+            raise GraftuneError("has Mamba-2 layers", where=get.where, fix="use a Granite without H in its name")
+        if config.get("num_local_experts", 8):
+            raise GraftuneError("has experts beside the shared MLP", where=get.where, fix="use a dense Granite")
+        found = super().attention(get)
+        rotated = config.get("position_embedding_type") == "rope"
+        return found if rotated else replace(found, rope=replace(found.rope, enabled=False))
+
+    def config(self, spec: ModelSpec, where: str = "") -> dict[str, Any]:
+        found = super().config(spec, where)
+        return found | {
+            "shared_intermediate_size": found["intermediate_size"],
+            "num_local_experts": 0,
+            "layer_types": ["full_attention"] * len(spec.layers),
+            "position_embedding_type": "rope" if spec.ropes[0].enabled else None,
+        }
+
 
 GRANITE = (
-    Family(
-        "granite",
-        "GraniteForCausalLM",
-        defaults={"attention_multiplier": 1.0},
-        interleaved=True,
-        keys={
-            "embedding_multiplier": "embedding_scale",
-            "attention_multiplier": "attention.scale",
-            "residual_multiplier": "residual_scale",
-            "logits_scaling": "logit_scale",
-        },
+    Family("granite", "GraniteForCausalLM", **COMMON),
+    Granite4(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        mlp="shared_mlp",
+        mlp_names=("input_linear", "output_linear"),
+        gguf_names={"shared_mlp.input_linear": "ffn_gate", "shared_mlp.output_linear": "ffn_down"},
+        gguf_halves={"ffn_gate": "ffn_up"},
+        **COMMON,
     ),
 )

@@ -9,16 +9,14 @@ from typing import Any
 
 from graftune.model.families.common import Family
 
-COMMON: dict[str, Any] = {
-    "architecture": "olmo2",
+BEHIND: dict[str, Any] = {
     "norms": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
-    "qk_norm": True,
-    "wide_qk_norm": True,
     "gguf_names": {
         "post_attention_layernorm": "post_attention_norm",
         "post_feedforward_layernorm": "post_ffw_norm",
     },
 }
+COMMON: dict[str, Any] = {"architecture": "olmo2", "qk_norm": True, "wide_qk_norm": True, **BEHIND}
 OLMO = (
     Family(
         "olmo3",

@@ -27,6 +27,7 @@ PHI = (
         "Phi3ForCausalLM",
         defaults={"rms_norm_eps": 1e-5},
         fused=True,
+        mlp_names=("gate_up_proj", "down_proj"),
         windows="all",
         partial_rope=True,
         gguf_names={"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},

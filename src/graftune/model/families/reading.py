@@ -60,8 +60,13 @@ class Getter:
         )
 
 
+_REFUSED_KEYS = (
+    "attention_bias", "attention_out_bias", "mlp_bias", "conv_bias", "use_bias", "use_bidirectional_attention",
+)  # fmt: skip
+
+
 def check_supported(config: Config, where: str, *, bias: bool) -> None:
     """Refuse what no family here computes; `bias`: whether the family's queries, keys and values have one."""
-    for key in ("attention_bias", "attention_out_bias", "mlp_bias", "conv_bias", "use_bidirectional_attention"):
+    for key in _REFUSED_KEYS:
         if config.get(key) and not (bias and key == "attention_bias"):
             raise GraftuneError(f"{key} is set, which is not supported", where=where, fix="use a base without it")

@@ -23,24 +23,21 @@ class GatedSpec(FeedForwardSpec):
     width: int
     ffn: int
     activation: str = "silu"  # silu | gelu
-    fused: bool = False  # checkpoints hold gate and up as one projection
     module: str = "mlp"
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # two where checkpoints hold gate and up as one
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
-        gate, up, down = self.names
-        first = {"gate_up_proj": 2 * self.ffn} if self.fused else {gate: self.ffn, up: self.ffn}
-        return {name: (out, self.width) for name, out in first.items()} | {down: (self.width, self.ffn)}
+        *first, down = self.names
+        return {name: (2 * self.ffn // len(first), self.width) for name in first} | {down: (self.width, self.ffn)}
 
     @property
     def groups(self) -> dict[str, tuple[str, ...]]:
-        gate, up, down = self.names
-        return {"gate_up": ("gate_up_proj",) if self.fused else (gate, up), "down": (down,)}
+        return {"gate_up": self.names[:-1], "down": self.names[-1:]}
 
     @property
     def residual_outputs(self) -> tuple[str, ...]:
-        return self.names[2:]
+        return self.names[-1:]
 
     def build(self, place: PartPlacer) -> GatedMlp:
         return GatedMlp(place.projection("gate_up"), place.projection("down"), self.activation)
