@@ -39,14 +39,18 @@ def backward(
     grad_dt_bias: torch.Tensor | None = None,
 ) -> None:
     """Write the gradients of a and b. Add those of A_log and dt_bias to `grad_a_log` and `grad_dt_bias` if given (both
-    or neither)."""
+    or neither); the reference does this, since only full training needs it."""
     _check(a, b, a_log, dt_bias, grad_decay, grad_beta)
     assert grad_a.shape == grad_b.shape == a.shape and grad_a.stride(1) == grad_b.stride(1) == 1
     assert (grad_a_log is None) == (grad_dt_bias is None)
-    implementation = launch.implementation(reference, a)
-    implementation.backward(
-        grad_decay, grad_beta, a, b, a_log, dt_bias, grad_a, grad_b, grad_a_log, grad_dt_bias
-    )  # fmt: skip
+    if launch.fused(a) and grad_a_log is None:
+        from graftune.kernels.delta_gates import kernel
+
+        kernel.backward(grad_decay, grad_beta, a, b, a_log, dt_bias, grad_a, grad_b)
+    else:
+        reference.backward(
+            grad_decay, grad_beta, a, b, a_log, dt_bias, grad_a, grad_b, grad_a_log, grad_dt_bias
+        )  # fmt: skip
 
 
 def _check(

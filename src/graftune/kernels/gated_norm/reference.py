@@ -24,10 +24,11 @@ def backward(
     through = grad_out * act
     if grad_weight is not None:
         grad_weight += (through * n).sum((0, 1))
-    mixed.copy_((n * weight * act).flatten(1))
-    grad_gate.copy_((grad_out * n * weight * slope).flatten(1))
+    result, gate_result = n * weight * act, grad_out * n * weight * slope
     through = through * weight
-    grad_x.copy_((rstd * (through - n * (through * n).mean(-1, keepdim=True))).flatten(1))
+    x_result = rstd * (through - n * (through * n).mean(-1, keepdim=True))
+    for to, value in ((mixed, result), (grad_gate, gate_result), (grad_x, x_result)):  # may be what was read above
+        to.copy_(value.flatten(1))
 
 
 def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
