@@ -114,8 +114,12 @@ def test_who_asks_a_layer(base: Base) -> None:
     spec = base.spec
     assert [rope.width for rope in spec.ropes] == [8, 24] and spec.layers[2].mixer.ropes == spec.ropes[:1]
     assert max(shape.head_width for shape in spec.attention) == 24
-    assert rows.heads_of(spec, "layers.1.self_attn.q_proj.weight") == (2, 24)
-    assert rows.heads_of(spec, "layers.2.self_attn.k_proj.lora_B.weight") == (2, 8)
+    for layer, projection, size, width in ((1, "q_proj", 48, 24), (2, "k_proj", 16, 8)):
+        order = rows.order_in("gguf", spec, f"layers.{layer}.self_attn.{projection}.lora_B.weight")
+        assert order is not None and len(order.indices) == size
+        assert order.indices[:3].tolist() == [0, width // 2, 1] and int(order.indices[width]) == width
+        assert rows.order_in("folder", spec, f"layers.{layer}.self_attn.{projection}.weight") is None
+        assert rows.order_in("gguf", spec, f"layers.{layer}.self_attn.{projection}.lora_A.weight") is None
     assert spec.only([1, 1]).layers == (spec.layers[1],) * 2
     runtime = Runtime(torch.device("cpu"), torch.float32, "for the test")
     assert attention_for(base, runtime, 64).backend == "cpu"

@@ -80,13 +80,17 @@ def test_tensors_of_its_own_start_as_it_says() -> None:
 def test_its_norms_and_shapes_are_stored_as_it_says() -> None:
     names = ("layers.0.linear_attn.norm", "layers.0.linear_attn.k_norm", "layers.1.input_layernorm", "norm")
     stored = {f"{name}.weight": TensorRows(torch.zeros(8)) for name in names}
-    read = {name: float(t.values()[0]) for name, t in rows.shifted_norms(stored, SPEC, 1).items()}
-    assert list(read.values()) == [0.0, 1.0, 1.0, 1.0]
+    read = {name: rows.from_file(t, "folder", SPEC, name) for name, t in stored.items()}
+    assert [float(t.values()[0]) for t in read.values()] == [0.0, 1.0, 1.0, 1.0]
+    for name, tensor in read.items():
+        assert rows.to_file(tensor, "folder", SPEC, name) is stored[name], "unchanged: the file's own bytes"
+        trained = rows.to_file(TensorRows(tensor.values()), "folder", SPEC, name)
+        assert float(trained.values()[0]) == 0.0
     taps = "layers.0.linear_attn.conv1d.weight"
     assert rows.shapes_of(SPEC, taps) == ((16, 1, 4), (16, 4))
     for name in ("layers.0.linear_attn.A_log", "layers.1.linear_attn.conv1d.weight", "layers.9.mlp.up_proj.weight", ""):
         assert rows.shapes_of(SPEC, name) is None
-    assert rows.heads_of(SPEC, "layers.0.linear_attn.in_proj.weight") is None
+    assert rows.order_in("gguf", SPEC, "layers.0.linear_attn.in_proj.weight") is None
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

@@ -18,6 +18,7 @@ from graftune.model.frozen import Dense, Mapped, Table, Unpacked
 from graftune.model.frozen.formats.floats import FloatRows
 from graftune.model.frozen.formats.gguf import GgufRows
 from graftune.model.frozen.formats.nf4 import Nf4Rows
+from graftune.model.part import FileOrder
 from graftune.runtime import resolve
 from graftune.settings.config import LoraConfig
 from graftune.weights import load, placement
@@ -103,7 +104,7 @@ def test_a_files_blocks_are_uploaded_byte_by_byte(rows, as_on_a_gpu):
     base = quantised.gguf_base("Q5_1", quantised.spec(), "Q4_0", "F16")
     key = "layers.0.self_attn.k_proj.weight"
     file = GgufTensor(key, GGMLQuantizationType.Q5_1, (32, 64), base.tensors[key].blocks.numpy())
-    turned = Reordered(file, torch.arange(31, -1, -1))  # rows in another order, as Llama's are
+    turned = Reordered(file, FileOrder(0, torch.arange(31, -1, -1)))  # rows in another order, as Llama's are
     base = dataclasses.replace(base, tensors=dict(base.tensors) | {key: turned})
     if rows:  # tokens were added: rows that only pad the table are left off
         tensors = dict(base.tensors) | {"lm_head.weight": RowRange(base.tensors["lm_head.weight"], rows)}

@@ -23,8 +23,7 @@ TYPES = ("F32", "F16", "BF16")
 
 
 def lora_tensors(adapter: Adapter, base: Base, kind: str) -> list[OutputTensor]:
-    """`adapter` in Hugging Face's row order."""
-    interleaved = family_of(base.spec).interleaved
+    """`adapter` in the engine's order."""
     found = []
     for ours, value in adapter.tensors.items():
         if experts.is_expert_adapter(ours):
@@ -41,9 +40,7 @@ def lora_tensors(adapter: Adapter, base: Base, kind: str) -> list[OutputTensor]:
                 where=str(adapter.folder),
                 fix="export to gguf, which merges it",
             )
-        turned = rows.heads_of(base.spec, ours)
-        if interleaved and turned is not None and matrix == "lora_B":
-            value = value[rows.gguf_order(*turned)]
+        value = rows.adapter_to_file(value, "gguf", base.spec, ours)
         parts = value.chunk(len(stored_as)) if matrix == "lora_B" else [value] * len(stored_as)
         for name, part in zip(stored_as, parts, strict=True):
             found.append(OutputTensor(f"{name}.{matrix.lower()}", TensorRows(part.float().contiguous()), kind))

@@ -16,7 +16,6 @@ from graftune.exporting.gguf_file import encoded, write_gguf
 from graftune.exporting.gguf_mix import TYPES, tensor_kind
 from graftune.exporting.gguf_vocab import CONTROL, vocabulary
 from graftune.model.families import family_of
-from graftune.model.frozen import RowSource
 from graftune.model.frozen.tensor_rows import TensorRows
 from graftune.model.rotary import RopeSpec
 from graftune.weights import experts, rows
@@ -30,7 +29,7 @@ _NAMING = ("family", "module", "names")  # fields of a spec that say nothing abo
 
 
 def gguf_tensors(base: Base, mix: str) -> list[OutputTensor]:
-    """Every tensor of a model under GGUF's name, rows of Q and K in GGUF's order."""
+    """Every tensor of a model under GGUF's name and in GGUF's order."""
     family = family_of(base.spec)
     ropes = family.gguf_rope_tensors(base.spec)
     found = [OutputTensor(name, TensorRows(values), "F32") for name, values in ropes.items()]
@@ -41,12 +40,7 @@ def gguf_tensors(base: Base, mix: str) -> list[OutputTensor]:
         stored_as = family.to_gguf(ours)
         if not stored_as:
             raise GraftuneError(f"{ours} has no name in GGUF", where=str(base.path), fix="export to merged or peft")
-        source: RowSource = base.tensors[ours]
-        turned, shapes = rows.heads_of(base.spec, ours), rows.shapes_of(base.spec, ours)
-        if family.interleaved and turned is not None:
-            source = rows.Reordered(source, rows.gguf_order(*turned))
-        if shapes is not None:
-            source = rows.Reshaped(source, shapes[1])
+        source = rows.to_file(base.tensors[ours], "gguf", base.spec, ours)
         for name, part in zip(stored_as, rows.divided(source, len(stored_as)), strict=True):
             found.append(OutputTensor(name, part, tensor_kind(name, tuple(part.shape), mix, base.spec)))
     found += [OutputTensor(n, s, tensor_kind(n, tuple(s.shape), mix, base.spec)) for n, s in stacks.items()]

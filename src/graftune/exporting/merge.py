@@ -54,11 +54,11 @@ class Changed(Over):
 
     products: tuple[LowRankChange, ...]
 
-    def change(self, rows: slice | torch.Tensor) -> torch.Tensor:
-        return sum((p.up[rows] @ p.down).mul_(p.scale) for p in self.products)  # type: ignore[return-value]
+    def change(self, start: int, stop: int) -> torch.Tensor:
+        return sum((p.up[start:stop] @ p.down).mul_(p.scale) for p in self.products)  # type: ignore[return-value]
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        return self.change(slice(start, stop)).add_(self.source.read(start, stop).float())
+        return self.change(start, stop).add_(self.source.read(start, stop).float())
 
 
 @dataclass(frozen=True)
@@ -269,11 +269,11 @@ class Survival:
         dtype: torch.dtype | None,
     ) -> None:
         """`dtype`: what was rounded to, None for a quantised type (W is not quantised a second time)."""
-        order = None
+        ordered = None
         if isinstance(source, RowRange):
             start, stop, source = start + source.first, stop + source.first, source.source
         if isinstance(source, Reordered):
-            order, source = source.order, source.source
+            ordered, source = source, source.source
         if isinstance(source, experts.Stack):
             experts_in = source.experts[start:stop]
             if not any(isinstance(expert, Changed) for expert in experts_in):
@@ -283,9 +283,11 @@ class Survival:
         if not isinstance(source, Changed):
             return
         stop = min(stop, start + SAMPLED)
-        ids = torch.arange(start, stop) if order is None else order[start:stop]
-        before = source.source if order is None else Reordered(source.source, order)
-        rows, change, arrived = before.read(start, stop).float(), source.change(ids), stored(stop - start)
+        if ordered is None:
+            rows, change = source.source.read(start, stop), source.change(start, stop)
+        else:
+            rows, change = ordered.of(source.source.read, start, stop), ordered.of(source.change, start, stop)
+        rows, arrived = rows.float(), stored(stop - start)
         self.change += _squares(change)
         self.noise += _squares(arrived - rows - change)
         if dtype is not None:

@@ -49,6 +49,17 @@ class Bias:
     grad: torch.Tensor | None = None
 
 
+class FileOrder(NamedTuple):
+    """Files hold the rows (dim 0) or columns (dim 1) of a tensor in another order than the engine: the file's row i is
+    the engine's row indices[i]."""
+
+    dim: int
+    indices: torch.Tensor
+
+    def inverse(self) -> FileOrder:
+        return FileOrder(self.dim, self.indices.argsort())
+
+
 class AttentionShape(NamedTuple):
     heads: int
     kv_heads: int
@@ -87,10 +98,15 @@ class PartSpec:
         """What else there is, by its whole name behind `module`: frozen beside adapters."""
         return {}
 
+    def order_in(self, file: str, name: str) -> FileOrder | None:
+        """The order of a projection or another tensor, by the first word of its name, in a file of this kind ("folder":
+        Hugging Face's, "gguf"). None: as in the engine."""
+        return None
+
     @property
-    def rotated(self) -> dict[str, tuple[int, int]]:
-        """The projections whose rows rope turns: how many heads, and the width of one. Files may interleave them."""
-        return {}
+    def log_decays(self) -> tuple[str, ...]:
+        """Those of `tensors` that a GGUF stores as -exp of the value."""
+        return ()
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:

@@ -26,7 +26,7 @@ from graftune.model.arena import Arena
 from graftune.model.families import NORMS
 from graftune.model.lora import targets_of
 from graftune.settings.config import TARGETS, LoraConfig, expand_targets
-from graftune.weights import experts, names, safetensors_io
+from graftune.weights import experts, names, rows, safetensors_io
 from graftune.weights.adapter_fit import TABLES, Adapter, check_tables, fitted, place_adapter
 from graftune.weights.apr import load_apr
 from graftune.weights.base import Base
@@ -112,11 +112,12 @@ def adapter_tensors(arena: Arena, base: Base, embedding_rows: Mapping[str, torch
 def write_adapter(
     folder: Path, tensors: Mapping[str, torch.Tensor], lora: LoraConfig, base: Base, facts: Mapping[str, Any]
 ) -> None:
-    """Tensors by our names, B's in Hugging Face's row order; what is at `folder` gives way if it is an adapter."""
+    """Tensors by our names, as the engine has them; what is at `folder` gives way if it is an adapter."""
     if folder.exists() and not is_adapter(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise GraftuneError("is in use for something else", where=str(folder), fix="save the adapter to a new folder")
     shifts = {name: base.spec.norm_offset(name) for name in tensors}
     tensors = {name: t - shifts[name] if shifts[name] else t for name, t in tensors.items()}
+    tensors = {name: rows.adapter_to_file(t, "folder", base.spec, name) for name, t in tensors.items()}
     saved = {name.removesuffix(".weight").rpartition(".")[2] for name in tensors if ".lora_" not in name}
     stored = experts.adapters_to_peft(tensors, expand_targets(lora.targets))
     with new_folder(folder) as aside:
@@ -208,6 +209,7 @@ def load_adapter(folder: Path) -> Adapter:
         "none" if ours.get("template") == "none" else "auto",
         bool(ours.get("append_eos", False)),
         str(values.get("revision") or ""),
+        order="folder",
         partial=partial,
         hf_norms=True,
     )

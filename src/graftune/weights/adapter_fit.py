@@ -33,29 +33,24 @@ class Adapter:
     template: str  # "none" if it was trained on plain prompt ++ response, else "auto"
     append_eos: bool
     revision: str  # of a base from the Hub
-    interleaved: bool = False  # whether B's rows of Q and K lie as in a llama GGUF
+    order: str = ""  # of B's rows and A's columns: those of files of this kind (rows.py); "": the engine's
     partial: bool = False  # whether its targets may have no A and B in some layers
     hf_norms: bool = field(default=False, compare=False)  # as in Hugging Face's checkpoints: Gemma's less one
 
 
 def fitted(adapter: Adapter, spec: ModelSpec) -> Adapter:
-    """The adapter as the engine uses it: A and B for every layer, B in the row order of its products, and norms as the
-    factors that they multiply by."""
+    """The adapter as the engine uses it: A and B for every layer, in the order of its products, and norms as factors
+    to multiply by."""
     if adapter.partial:
         adapter = dataclasses.replace(adapter, tensors=filled(adapter.tensors, spec, adapter.lora), partial=False)
     if adapter.hf_norms:
         shifts = {name: spec.norm_offset(name) for name in adapter.tensors}
         shifted = {name: t + shifts[name] if shifts[name] else t for name, t in adapter.tensors.items()}
         adapter = dataclasses.replace(adapter, tensors=shifted, hf_norms=False)
-    if not adapter.interleaved:
+    if not adapter.order:
         return adapter
-    tensors = dict(adapter.tensors)
-    for name, value in tensors.items():
-        turned = rows.heads_of(spec, name)
-        if turned is None or not name.endswith("lora_B.weight") or len(value) != turned[0] * turned[1]:
-            continue  # rows of another number are refused by their shape
-        tensors[name] = value[rows.hf_order(*turned)]
-    return dataclasses.replace(adapter, tensors=tensors, interleaved=False)
+    tensors = {name: rows.adapter_from_file(t, adapter.order, spec, name) for name, t in adapter.tensors.items()}
+    return dataclasses.replace(adapter, tensors=tensors, order="")
 
 
 def check_tables(adapter: Adapter, base: Base) -> None:

@@ -1,8 +1,8 @@
 """Reads llama.cpp's adapters: a GGUF file of type `adapter`, with tensors named as the base's with .lora_a and .lora_b.
 
 A and B have PEFT's shapes (GGUF states dimensions in reverse order, the bytes are the same), the scale is alpha over
-the rank, and B's rows of Q and K have the order of the base's rows in a GGUF of that architecture. Only the base knows
-how many heads there are: `fitted` (adapter_fit.py) reorders the rows when adapter and base are joined.
+the rank, and B's rows and A's columns have the order of the weight's in a GGUF of that architecture. Only the base
+knows how many heads there are: `fitted` (adapter_fit.py) reorders them when adapter and base are joined.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def load_gguf_adapter(path: Path) -> Adapter:
         "none" if get(TEMPLATE) == "none" else "auto",
         bool(get(APPEND_EOS, False)),
         str(get(REVISION) or ""),
-        interleaved=family is not None and family.interleaved,
+        order="gguf",
     )
 
 

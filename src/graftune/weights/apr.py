@@ -22,8 +22,8 @@ from graftune.errors import GraftuneError
 from graftune.model.families import MODULES
 from graftune.model.spec import ModelSpec
 from graftune.settings.config import TARGETS, LoraConfig
-from graftune.weights import apr_io, experts
-from graftune.weights.adapter_fit import Adapter
+from graftune.weights import apr_io, experts, rows
+from graftune.weights.adapter_fit import Adapter, fitted
 from graftune.weights.apr_io import AprFile, AprTensor
 
 SCHEMA = "1.3.0"
@@ -34,8 +34,7 @@ _BESIDE = re.compile(r"(layers\.\d+\.[\w.]*)?\w*norm\.weight|(embed_tokens|lm_he
 
 def save_apr(path: Path, adapter: Adapter, spec: ModelSpec, facts: Mapping[str, Any] = MappingProxyType({})) -> None:
     """`facts` of the training, where known: epoch, val_loss, data_hash, started_at."""
-    if adapter.interleaved:
-        raise GraftuneError("its rows are not in order", where=str(adapter.folder), fix="load it with its base first")
+    adapter = fitted(adapter, spec)
     lora = adapter.lora
     loss = facts.get("val_loss")
     metadata = {
@@ -65,7 +64,8 @@ def save_apr(path: Path, adapter: Adapter, spec: ModelSpec, facts: Mapping[str, 
             "conv_layers": [i for i, layer in enumerate(spec.layers) if layer.mixer.module == "conv"],
         },
     }
-    tensors = {_stored(name): AprTensor.of(value.float()) for name, value in adapter.tensors.items()}
+    ordered = {name: rows.adapter_to_file(t, "folder", spec, name) for name, t in adapter.tensors.items()}
+    tensors = {_stored(name): AprTensor.of(value.float()) for name, value in ordered.items()}
     apr_io.write(path, AprFile(metadata, tensors))
 
 
@@ -100,6 +100,7 @@ def load_apr(path: Path) -> Adapter:
         "none" if ours.get("template") == "none" else "auto",
         ours.get("append_eos") is True,
         str(ours.get("revision") or ""),
+        order="folder",
     )
 
 

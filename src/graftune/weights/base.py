@@ -215,13 +215,7 @@ def _open_gguf(name: str, path: Path) -> Base:
         if ours is None and gguf_name in GGUF_TENSORS:
             continue
         ours = ours or gguf_name  # _check_tensors refuses it by name
-        tensors[ours] = tensor
-        turned, shapes = rows_.heads_of(spec, ours), rows_.shapes_of(spec, ours)
-        # A shape that does not fit is refused by _check_tensors.
-        if family.interleaved and turned is not None and tensor.shape[0] == turned[0] * turned[1]:
-            tensors[ours] = rows_.Reordered(tensor, rows_.hf_order(*turned))
-        if shapes is not None and tensor.shape == shapes[1]:
-            tensors[ours] = rows_.Reshaped(tensor, shapes[0])
+        tensors[ours] = rows_.from_file(tensor, "gguf", spec, ours)
     return Base(name, path, "gguf", spec, tok.from_gguf(file.metadata), tensors, parts)
 
 
@@ -229,7 +223,7 @@ def _open_folder(name: str, folder: Path) -> Base:
     described = _open_config(name, _config_in(folder))
     found = assembled(safetensors_io.open_folder(folder), folder)
     tensors = {names.from_hf(n): t for n, t in found.items() if not n.endswith("rotary_emb.inv_freq")}
-    tensors = rows_.shifted_norms(tensors, described.spec, 1)
+    tensors = {n: rows_.from_file(t, "folder", described.spec, n) for n, t in tensors.items()}
     if described.spec.experts:
         tensors = experts.from_folder(tensors, described.spec)
     return dataclasses.replace(described, path=folder, kind="safetensors", tensors=tensors)

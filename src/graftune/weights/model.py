@@ -64,8 +64,12 @@ def write_model(
     """Weights by our names, the tokenizer and template of `base`, and `config`: written aside, read back, put in place.
     What is at `folder` is replaced."""
     tensors = [
-        OutputTensor(names.to_hf(family_of(base.spec).to_folder(name)), source, NAMES[dtypes[name]])
-        for name, source in rows.shifted_norms(sources, base.spec, -1).items()
+        OutputTensor(
+            names.to_hf(family_of(base.spec).to_folder(name)),
+            rows.to_file(source, "folder", base.spec, name),
+            NAMES[dtypes[name]],
+        )
+        for name, source in sources.items()
     ]
     with new_folder(folder) as aside:
         sums = _write_weights(aside, tensors, shard_bytes, watcher)

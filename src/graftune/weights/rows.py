@@ -1,14 +1,17 @@
-"""Row sources made of other sources, and the two cases in which a file stores other values than the engine uses.
+"""Row sources made of other sources, and the cases in which a file stores other values than the engine uses.
 
-Q and K: Hugging Face stores a head as two halves, and rope rotates a value of one half with one of the other. The llama
-architecture of GGUF, and a few others, interleave the halves, so that rope rotates neighbours. An adapter's B has the
-same row order as the weight. Norms: Gemma's checkpoints store them less one.
+Order: a file may hold the rows or columns of a tensor in another order (`PartSpec.order_in`): GGUFs of Llama interleave
+the halves of each head, those of Qwen3.5 have other places for value heads. An adapter's B has the rows of its weight,
+and its A the columns. Values: Gemma's folders store norms less one; GGUFs store a delta net's decay as -exp of ours,
+and leave out dimensions of one.
+
+Files are of two kinds, "folder" (Hugging Face's) and "gguf". `from_file` and `to_file` convert a tensor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -16,24 +19,34 @@ from typing import cast
 import torch
 
 from graftune.model.frozen.interface import BlockSource, RowsByReading, RowSource
+from graftune.model.part import FileOrder
 from graftune.model.spec import ModelSpec
 
 
-def heads_of(spec: ModelSpec, name: str) -> tuple[int, int] | None:
-    """How many heads the rows of a tensor are divided into and how wide each is, if rope turns them."""
+def order_in(file: str, spec: ModelSpec, name: str) -> FileOrder | None:
+    """The order of a tensor or of an adapter's A or B, given by our name, in a file of this kind; None: ours."""
     part, inner = spec.part_of(name)
-    return None if part is None else part.rotated.get(inner.partition(".")[0])
+    order = None if part is None else part.order_in(file, inner.partition(".")[0])
+    if order is None or ".lora_" not in name:
+        return order
+    return order if name.endswith(("lora_A.weight", "lora_B.weight")[1 - order.dim]) else None
 
 
-def gguf_order(heads: int, head_width: int) -> torch.Tensor:
-    """Row i of the GGUF is row order[i] of Hugging Face's."""
-    order = torch.arange(heads * head_width).view(heads, 2, head_width // 2)
-    return order.transpose(1, 2).reshape(-1)
+def adapter_to_file(value: torch.Tensor, file: str, spec: ModelSpec, name: str) -> torch.Tensor:
+    """One of an adapter's tensors in the order of a file of this kind."""
+    return _sorted(value, order_in(file, spec, name))
 
 
-def hf_order(heads: int, head_width: int) -> torch.Tensor:
-    """The other way round."""
-    return gguf_order(heads, head_width).argsort()
+def adapter_from_file(value: torch.Tensor, file: str, spec: ModelSpec, name: str) -> torch.Tensor:
+    """The reverse."""
+    order = order_in(file, spec, name)
+    return _sorted(value, None if order is None else order.inverse())
+
+
+def _sorted(value: torch.Tensor, order: FileOrder | None) -> torch.Tensor:
+    if order is None or value.dim() <= order.dim or value.shape[order.dim] != len(order.indices):
+        return value  # another size is refused by its shape
+    return value.index_select(order.dim, order.indices.to(value.device))
 
 
 @dataclass(frozen=True)
@@ -89,21 +102,29 @@ def divided(source: RowSource, parts: int) -> list[RowSource]:
 
 @dataclass(frozen=True)
 class Reordered(Over):
-    """Another source with its rows in another order."""
+    """Another source with its rows, or columns, in another order."""
 
-    order: torch.Tensor
+    order: FileOrder
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        return self._reordered(self.source.read, start, stop)
+        return self.of(self.source.read, start, stop)
+
+    def values(self) -> torch.Tensor:
+        return _sorted(self.source.values(), self.order)
 
     @property
     def raw(self) -> Callable[[int, int], torch.Tensor]:
-        """A GGUF's blocks; raises AttributeError where the source has none."""
-        return partial(self._reordered, cast(BlockSource, self.source).raw)
+        """A GGUF's blocks; raises AttributeError where the source has none, or where blocks lie across the order."""
+        if self.order.dim:
+            raise AttributeError("columns inside blocks cannot change places")
+        return partial(self.of, cast(BlockSource, self.source).raw)
 
-    def _reordered(self, read: Callable[[int, int], torch.Tensor], start: int, stop: int) -> torch.Tensor:
-        """Rows change places within a head, so the rows of a few heads are read, not the whole weight."""
-        ids = self.order[start:stop]
+    def of(self, read: Callable[[int, int], torch.Tensor], start: int, stop: int) -> torch.Tensor:
+        """The rows of something with the source's rows. Most change places within a few heads, so those are read, not
+        the whole weight."""
+        if self.order.dim:
+            return _sorted(read(start, stop), self.order)
+        ids = self.order.indices[start:stop]
         first, last = int(ids.min()), int(ids.max())
         return read(first, last + 1)[ids - first]
 
@@ -120,6 +141,20 @@ class AddedVector(Over):
 
     def values(self) -> torch.Tensor:
         return self.source.values().float() + self.by
+
+
+@dataclass(frozen=True)
+class Decay(Over):
+    """A delta net's decay rates: -exp of the source, which a GGUF stores, or (`inverse`) the source from that."""
+
+    inverse: bool = False
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self.values()[start:stop]
+
+    def values(self) -> torch.Tensor:
+        found = self.source.values().float()
+        return (-found).log() if self.inverse else -found.exp()
 
 
 @dataclass(frozen=True)
@@ -147,8 +182,29 @@ def shapes_of(spec: ModelSpec, name: str) -> tuple[tuple[int, ...], tuple[int, .
     return (shape, tuple(size for size in shape if size != 1)) if 1 in shape else None
 
 
-def shifted_norms(tensors: Mapping[str, RowSource], spec: ModelSpec, sign: int) -> dict[str, RowSource]:
-    """Tensors by our names, from a checkpoint of Hugging Face (`sign` 1) to the values that the engine computes with,
-    or back (-1)."""
-    shifts = {name: sign * spec.norm_offset(name) for name in tensors}
-    return {name: AddedVector(t, shifts[name]) if shifts[name] else t for name, t in tensors.items()}
+def from_file(source: RowSource, file: str, spec: ModelSpec, name: str) -> RowSource:
+    """A tensor as the engine uses it, out of a file of this kind. Wrong shapes are refused later (`open_base`)."""
+    order, shapes, part = order_in(file, spec, name), shapes_of(spec, name), spec.part_of(name)
+    if file == "gguf" and shapes is not None and source.shape == shapes[1]:
+        source = Reshaped(source, shapes[0])
+    if file == "gguf" and part[0] is not None and part[1] in part[0].log_decays:
+        source = Decay(source, inverse=True)
+    if order is not None and len(source.shape) > order.dim and source.shape[order.dim] == len(order.indices):
+        source = Reordered(source, order.inverse())
+    shift = spec.norm_offset(name) if file == "folder" else 0.0
+    return AddedVector(source, shift) if shift else source
+
+
+def to_file(source: RowSource, file: str, spec: ModelSpec, name: str) -> RowSource:
+    """The reverse. What was read from such a file, and did not change since, is what the file had, to the bit."""
+    order, shapes, part = order_in(file, spec, name), shapes_of(spec, name), spec.part_of(name)
+    shift = spec.norm_offset(name) if file == "folder" else 0.0
+    if shift:
+        source = source.source if isinstance(source, AddedVector) else AddedVector(source, -shift)
+    if order is not None:
+        source = Reordered(source, order)
+    if file == "gguf" and part[0] is not None and part[1] in part[0].log_decays:
+        source = source.source if isinstance(source, Decay) else Decay(source)
+    if file == "gguf" and shapes is not None:
+        source = Reshaped(source, shapes[1])
+    return source

@@ -85,7 +85,7 @@ class Family:
     keys: Mapping[str, str] = field(default_factory=dict)  # beside KEYS
     gguf_names: Mapping[str, str] = field(default_factory=dict)  # where GGUF's names are not those of BLOCK and TOP
     gguf_halves: Mapping[str, str] = field(default_factory=dict)  # GGUF's name of the second half of a tensor's rows
-    interleaved: bool = False  # GGUFs interleave the two halves of each head of q and k
+    interleaved: tuple[str, ...] = ()  # AttentionSpec.interleaved
     windows_in_llama_cpp: bool = False
     layers_of_70b: int = 0  # so many layers make llama.cpp's quantiser take a model for one of 70B parameters
 
@@ -158,6 +158,7 @@ class Family:
             score_cap=get.number("attn_logit_softcapping", 0.0),
             rope=self.ropes(get, head_width)[0],
             bias=self.bias,
+            interleaved=self.interleaved,
             fused=self.fused,
             qk_norm=self.qk_norm,
             wide_qk_norm=self.wide_qk_norm,

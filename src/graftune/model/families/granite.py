@@ -18,7 +18,7 @@ from graftune.model.spec import ModelSpec
 COMMON: dict[str, Any] = {
     "architecture": "granite",
     "defaults": {"attention_multiplier": 1.0},
-    "interleaved": True,
+    "interleaved": ("gguf",),
     "keys": {
         "embedding_multiplier": "embedding_scale",
         "attention_multiplier": "attention.scale",

@@ -69,7 +69,7 @@ LLAMA = (
         defaults={"norm_topk_prob": True, "rms_norm_eps": 1e-5},
         windows="all",
         experts_key="num_local_experts",
-        interleaved=True,
+        interleaved=("gguf",),
     ),
     Family(
         "mistral",
@@ -77,9 +77,9 @@ LLAMA = (
         architecture="llama",
         gguf_marker="attention.sliding_window",
         windows="all",
-        interleaved=True,
+        interleaved=("gguf",),
     ),
-    Family("llama", "LlamaForCausalLM", interleaved=True, layers_of_70b=80),
+    Family("llama", "LlamaForCausalLM", interleaved=("gguf",), layers_of_70b=80),
     Family(
         "seed_oss",
         "SeedOssForCausalLM",
@@ -91,6 +91,6 @@ LLAMA = (
         "SmolLM3ForCausalLM",
         defaults={"tie_word_embeddings": True, "rope_theta": 2_000_000.0},
         windows="configured",
-        interleaved=True,
+        interleaved=("gguf",),
     ),
 )

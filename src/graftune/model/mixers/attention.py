@@ -20,6 +20,7 @@ from graftune.model.part import (
     AttentionShape,
     Bias,
     CacheBytes,
+    FileOrder,
     Mixer,
     MixerSpec,
     NormWeight,
@@ -43,6 +44,7 @@ class AttentionSpec(MixerSpec):
     score_cap: float = 0.0  # soft cap of the scores; 0: none
     window: int = 0  # sliding window; 0: none
     bias: bool = False  # of q, k and v
+    interleaved: tuple[str, ...] = ()  # the kinds of files that interleave the two halves of each head of q and k
     fused: bool = False  # checkpoints hold q, k and v as one projection
     qk_norm: bool = False
     wide_qk_norm: bool = False  # over all heads of q, and of k, together
@@ -72,11 +74,16 @@ class AttentionSpec(MixerSpec):
         heads = (self.heads, self.kv_heads) if self.wide_qk_norm else (1, 1)
         return {name: count * self.head_width for name, count in zip(self.qk_norms, heads, strict=True)}
 
-    @property
-    def rotated(self) -> dict[str, tuple[int, int]]:
-        if self.fused:  # no file that interleaves heads has these
-            return {}
-        return {"q_proj": (self.heads, self.head_width), "k_proj": (self.kv_heads, self.head_width)}
+    def order_in(self, file: str, name: str) -> FileOrder | None:
+        """Hugging Face stores what rope turns of a head as two halves, and rope rotates a value of one half with one of
+        the other. The llama architecture of GGUF, and a few others, interleave the halves, so that rope rotates
+        neighbours."""
+        heads = {"q_proj": self.heads, "k_proj": self.kv_heads}.get(name)  # no file interleaves a fused projection
+        if file not in self.interleaved or heads is None:
+            return None
+        order = torch.arange(heads * self.head_width).view(heads, self.head_width)
+        turned = order[:, : self.rope.width].unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
+        return FileOrder(0, torch.cat((turned, order[:, self.rope.width :]), 1).reshape(-1))
 
     @property
     def residual_outputs(self) -> tuple[str, ...]:
