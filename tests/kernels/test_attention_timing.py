@@ -25,7 +25,7 @@ def choose(monkeypatch, tmp_path):
 
         monkeypatch.setattr(timing, "_time", time)
         borders = torch.tensor([0, tokens], dtype=torch.int32)
-        case = timing.Case(tokens, longest, heads, torch.bfloat16, 0.25, 64, 96)
+        case = timing.Case(tokens, longest, heads, torch.bfloat16, 0.25, 128, 64, 96)
         found = timing.fastest(("cudnn", "triton"), borders, case)
         return found, timed
 

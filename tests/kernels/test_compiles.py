@@ -12,7 +12,10 @@ import sys
 
 import torch
 
-FEW = ["bf16", "dropout, norms, clipped by layer", "convolutions", "every weight", "nf4", "blocks, floats", "fp8"]
+FEW = [
+    "bf16", "dropout, norms, clipped by layer", "convolutions", "every weight", "nf4", "blocks, floats", "fp8",
+    "options of attention",
+]  # fmt: skip
 ALL = torch.cuda.is_available() or os.environ.get("GRAFTUNE_COMPILE") == "all"
 
 

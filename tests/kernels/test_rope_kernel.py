@@ -222,3 +222,97 @@ def test_norms_over_all_heads_equal_autograds(device, fused, monkeypatch):
     close(back, leaf.grad, torch.float32, slack=3)
     for total, weight in zip(sums, weights, strict=True):
         close(total - 3.0, weight.grad, torch.float32, slack=3)
+
+
+OPTIONS = {
+    "gated": ({"gated": True}, 16),
+    "gated, a part is turned": ({"gated": True}, 6),
+    "a part is turned": ({}, 6),
+    "after": ({"norm_after": True}, 16),
+    "after, a part is turned": ({"norm_after": True}, 6),
+    "of v": ({"v_norm": True}, 16),
+    "of v, after, a part is turned": ({"v_norm": True, "norm_after": True}, 6),
+    "bias, a part is turned": ({"bias": True}, 6),
+    "bias alone, a part is turned": ({"bias": True, "normed": False}, 6),
+    "scaled": ({"q_scale": True}, 16),
+    "scaled alone, a part is turned": ({"q_scale": True, "normed": False}, 6),
+    "scaled alone, gated": ({"q_scale": True, "normed": False, "gated": True}, 16),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_both_ways(kernels_on, device, option, dtype):
+    """The kernel against the reference, and in fp32 the reference against autograd."""
+    asked, turned = OPTIONS[option]
+    tokens, heads = 21, (3, 1, 16)
+    queries, keys, width = heads
+    gated, normed = asked.get("gated", False), asked.get("normed", True)
+    torch.manual_seed(len(option))
+    columns = ((2 if gated else 1) * queries + 2 * keys) * width
+    wide = torch.full((tokens, columns + 5), NAN, dtype=dtype, device=device)  # rows apart
+    qkv = wide[:, :columns].copy_(torch.randn(tokens, columns))
+    weights = [torch.rand(width, device=device).add(0.5) for _ in range(3 if asked.get("v_norm") else 2)]
+    options = {"eps": 1e-5, "gated": gated, "norm_after": asked.get("norm_after", False)}
+    if normed:
+        options |= dict(zip(("q_norm", "k_norm", "v_norm"), weights, strict=False))
+    if asked.get("q_scale"):
+        options["q_scale"] = torch.rand(tokens, device=device).add(0.5)
+    bias = {"bias": torch.randn(columns, device=device).to(dtype)} if asked.get("bias") else {}
+    cos, sin = table(tokens, turned, device)
+
+    results = []
+    for ops in (rope, reference):
+        buffer = wide.clone()
+        product = buffer[:, :columns]
+        kept = ops.finish_(product, cos, sin, heads, **bias, **options)
+        assert buffer[:, columns:].isnan().all()
+        finished = rope.parts(product, heads, gated)
+        if gated:
+            assert torch.equal(product, qkv)
+            finished = (*kept.split([queries, keys], 1), finished[2])
+        results.append((finished, product if gated else kept))
+    for got, want in zip(results[0][0], results[1][0], strict=True):
+        close(got, want, dtype)
+    close(results[0][1], results[1][1], dtype) if results[0][1].numel() else None
+
+    grads = [torch.randn(part.shape, device=device).to(dtype) for part in results[1][0]]
+    back = []
+    for ops in (rope, reference):
+        sums = [torch.full_like(w, 3.0) for w in weights]
+        names = ("grad_q_norm", "grad_k_norm", "grad_v_norm")
+        buffer = torch.full_like(wide, NAN)
+        place = buffer[:, :columns]
+        totals = dict(zip(names, sums, strict=False)) if normed else {}
+        ops.finish_backward(tuple(grads), place, cos, sin, heads, results[1][1], **options, **totals)
+        if gated:
+            assert place.unflatten(1, (-1, width))[:, 1 : 2 * queries : 2].isnan().all(), "gates are left alone"
+        back.append(([*rope.parts(place, heads, gated)], sums))
+    for got, want in zip(back[0][0], back[1][0], strict=True):
+        close(got, want, dtype)
+    for got, want in zip(back[0][1], back[1][1], strict=True):
+        close(got - 3, want - 3, dtype, slack=3) if normed else None
+
+    if dtype == torch.float32:
+        leaf = qkv.clone().requires_grad_()
+        leaves = [w.clone().requires_grad_() for w in weights]
+        parts = [*rope.parts(leaf + bias["bias"] if bias else leaf, heads, gated)]
+        norm = lambda x, w: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * w  # noqa: E731
+        half = turned // 2
+        c, s = cos[:, None], sin[:, None]
+        if normed and not options["norm_after"]:
+            parts[: len(leaves)] = [norm(x, w) for x, w in zip(parts, leaves, strict=False)]
+        for i in range(2):
+            a, b, rest = parts[i].split([half, half, width - turned], -1)
+            parts[i] = torch.cat((a * c - b * s, b * c + a * s, rest), -1)
+        if normed and options["norm_after"]:
+            parts[: len(leaves)] = [norm(x, w) for x, w in zip(parts, leaves, strict=False)]
+        if "q_scale" in options:
+            parts[0] = parts[0] * options["q_scale"][:, None, None]
+        torch.autograd.backward(parts, grads)
+        for got, want in zip(results[1][0], parts, strict=True):
+            close(got, want, dtype)
+        for got, want in zip(back[1][0], rope.parts(leaf.grad, heads, gated), strict=True):
+            close(got, want, dtype)
+        for got, want in zip(back[1][1], leaves, strict=True):
+            close(got - 3, want.grad, dtype, slack=3) if normed else None

@@ -213,9 +213,15 @@ class PartPlacer(Protocol):
         """The same weight of every expert, and the adapters on it."""
         ...
 
-    def bias(self, group: str) -> Bias: ...
+    def bias(self, group: str) -> Bias:
+        """The biases of a group's members that have one (`biased`)."""
+        ...
 
     def norm(self, name: str) -> NormWeight: ...
+
+    def unit_norm(self, width: int) -> NormWeight:
+        """The weight of a norm that has none: ones, which never train."""
+        ...
 
     def rope(self, spec: RopeSpec) -> int:
         """Which of the pass's rotary tables are those of a rope."""

@@ -227,6 +227,10 @@ class Projection:
         ctx.defer(lambda: lora_linear.up_grad(grad_y, low, grad_up), grad_y, low.h, product=product)
         return None
 
+    def reads_input(self, g: torch.Tensor | None) -> bool:
+        """Whether `accumulate_grad` reads x."""
+        return g is not None or isinstance(self.frozen, Trained)
+
     def accumulate_grad(
         self,
         grad: torch.Tensor,
@@ -236,7 +240,7 @@ class Projection:
         normed: Normed | None = None,
     ) -> None:
         """Adds dA, or dW where the weight itself trains. x [T, in] is the input, or the input of the norm."""
-        if g is not None or isinstance(self.frozen, Trained):
+        if self.reads_input(g):
             whole = grad[:, : self.width_out] if isinstance(self.frozen, Trained) else None  # dA does without it
             reads = [x, *(normed or ()), *(t for t in (whole, g) if t is not None)]
             product = whole is not None or (self.lora is not None and len(self.lora.down) > lora_linear.THIN)

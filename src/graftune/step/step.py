@@ -28,7 +28,6 @@ from graftune.model.arena import Arena
 from graftune.model.block import Stream
 from graftune.model.context import Dropout, SideStreams
 from graftune.model.decoder import Decoder
-from graftune.model.frozen import row_stride
 from graftune.model.mixers.attention import Attention
 from graftune.model.start import Start
 from graftune.model.tape import Tapes
@@ -175,8 +174,9 @@ class Step:
         if one is None:
             return
         longest = max(batch.lengths) if self.longest is None else self.longest
-        rows = row_stride(one.o.width_in, one.o.adapter_columns), row_stride(one.qkv.width_out, one.qkv.adapter_columns)
-        case = timing.Case(len(batch.tokens), longest, one.heads, self.decoder.compute, one.score_scale, *rows)
+        case = timing.Case(
+            len(batch.tokens), longest, one.heads, self.decoder.compute, one.score_scale, *one.row_strides
+        )
         self.backend = timing.fastest(names, batch.cu_seqlens, case)
 
     def update_step(self) -> torch.Tensor:

@@ -236,7 +236,7 @@ class _Placer:
         self.unchecked.append(value)
 
     def bias(self, names: dict[str, int]) -> Bias:
-        first, *_, last = names
+        first, last = next(iter(names)), next(reversed(names))
         if first not in self.arena.slots:
             return Bias(torch.cat([self.vector(n, width) for n, width in names.items()]).to(self.compute))
         for name in names:
@@ -312,11 +312,15 @@ class _PartPlacer:
         return Stacked(weight, part.experts)
 
     def bias(self, group: str) -> Bias:
-        members = self.part.groups[group]
+        members = [member for member in self.part.groups[group] if member in self.part.biased]
         return self.placer.bias({f"{self.stem}.{member}.bias": self.part.projections[member][0] for member in members})
 
     def norm(self, name: str) -> NormWeight:
         return self.placer.norm(f"{self.stem}.{name}.weight", self.part.norms[name])
+
+    def unit_norm(self, width: int) -> NormWeight:
+        ones = torch.ones(width, device=self.placer.device)
+        return NormWeight(ones, ones)
 
     def rope(self, spec: RopeSpec) -> int:
         return self.placer.spec.ropes.index(spec)

@@ -28,13 +28,14 @@ CALLS, ROUNDS = 4, 5
 
 class Case(NamedTuple):
     """The shapes and strides to time. Rows with adapter columns have a larger stride; qkv and the output's gradient
-    have no such columns."""
+    have no such columns. Rows of qkv with gates have a larger stride too."""
 
     tokens: int
     longest: int  # upper bound on the tokens of a document
     heads: tuple[int, int, int]  # N, K, H
     dtype: torch.dtype
     scale: float
+    qkv_row_stride: int
     out_row_stride: int
     grad_row_stride: int  # of qkv's gradient, where the backend has no buffers of its own
 
@@ -75,14 +76,14 @@ def _version(package: str) -> str:
 
 def _pass(name: str, cu_seqlens: torch.Tensor, case: Case) -> Callable[[], None]:
     """A function that runs the forward and the backward of a backend on random values."""
-    tokens, longest, (n, k, h), dtype, scale, out_row_stride, grad_row_stride = case
+    tokens, longest, (n, k, h), dtype, scale, qkv_row_stride, out_row_stride, grad_row_stride = case
     device = cu_seqlens.device
 
     def random(count: int, row_stride: int) -> torch.Tensor:
         rows = torch.randn(tokens, row_stride, device=device, dtype=dtype)
         return rows[:, : count * h].unflatten(1, (count, h))
 
-    q, keys, values = random(n + 2 * k, (n + 2 * k) * h).split([n, k, k], 1)
+    q, keys, values = random(n + 2 * k, qkv_row_stride).split([n, k, k], 1)
     place, grad = random(n, out_row_stride), random(n, n * h)
     first, second, third = random(n + 2 * k, grad_row_stride).split([n, k, k], 1)
     spare = first, second, third

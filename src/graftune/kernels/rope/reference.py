@@ -5,10 +5,13 @@
 Tables narrower than half a head rotate its first columns only, as if the head ended there; the rest is unchanged.
 
 The rotation is orthogonal except for the scaling in cos and sin, so the backward is the same with sin negated.
-`finish_` does everything between the qkv product and attention: bias, QK norm, rotation.
+`finish_` does everything between the qkv product and attention: bias, norms of heads before or after the rotation, the
+rotation, and a factor of q that depends on the position.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -51,19 +54,31 @@ def finish_(
     bias: torch.Tensor | None = None,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
+    v_norm: torch.Tensor | None = None,
     eps: float = 0.0,
+    norm_after: bool = False,
+    q_scale: torch.Tensor | None = None,
+    gated: bool = False,
 ) -> torch.Tensor:
     if bias is not None:
         qkv += bias
-    turned = _by_head(qkv, heads)
-    raw = qkv.new_empty(0)
-    if q_norm is not None and k_norm is not None:
-        raw = turned.clone()
-        q, k = turned.split([heads[0], heads[1]], 1)
-        q.copy_(rms_norm.forward(q, q_norm, eps))
-        k.copy_(rms_norm.forward(k, k_norm, eps))
-    rotate_(turned, cos, sin)
-    return raw
+    queries, keys, _ = heads
+    norms = [norm for norm in (q_norm, k_norm, v_norm) if norm is not None]
+    counts = [queries, keys, keys][: max(2, len(norms))]
+    if gated:
+        raw, work = qkv.new_empty(0), torch.cat(parts(qkv, heads, gated)[:2], 1)
+    else:
+        work = qkv.unflatten(1, (-1, heads[2]))[:, : sum(counts)]
+        raw = work.clone() if norms and not norm_after else qkv.new_empty(0)
+    if norms and not norm_after:
+        _normalise(work.split(counts, 1), norms, eps)
+    rotate_(work[:, : queries + keys], cos, sin)
+    if norms and norm_after:
+        raw = work.clone()
+        _normalise(work.split(counts, 1), norms, eps)
+    if q_scale is not None:
+        work[:, :queries].mul_(q_scale[:, None, None])
+    return work if gated else raw
 
 
 def finish_backward(
@@ -76,20 +91,42 @@ def finish_backward(
     *,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
+    v_norm: torch.Tensor | None = None,
     eps: float = 0.0,
+    norm_after: bool = False,
+    q_scale: torch.Tensor | None = None,
+    gated: bool = False,
     grad_q_norm: torch.Tensor | None = None,
     grad_k_norm: torch.Tensor | None = None,
+    grad_v_norm: torch.Tensor | None = None,
 ) -> None:
+    queries, keys, width = heads
+    places = parts(grad_qkv, heads, gated)
     if launch.address(grads[0]) != launch.address(grad_qkv):
-        counts = (heads[0], heads[1], heads[1])
-        added = [added_up(grad, n).to(grad_qkv.dtype) for grad, n in zip(grads, counts, strict=True)]
-        torch.cat([grad.flatten(1) for grad in added], 1, out=grad_qkv)
-    turned = unrotate_(_by_head(grad_qkv, heads), cos, sin)
-    if q_norm is not None and k_norm is not None:
-        sizes = [heads[0], heads[1]]
-        (q, k), (raw_q, raw_k) = turned.split(sizes, 1), raw.split(sizes, 1)
-        q.copy_(rms_norm.backward(q, raw_q, q_norm, eps, grad_q_norm))
-        k.copy_(rms_norm.backward(k, raw_k, k_norm, eps, grad_k_norm))
+        added = [added_up(grad, n).to(grad_qkv.dtype) for grad, n in zip(grads, (queries, keys, keys), strict=True)]
+        if gated:
+            for place, grad in zip(places, added, strict=True):
+                place.copy_(grad)
+        else:
+            torch.cat([grad.flatten(1) for grad in added], 1, out=grad_qkv)
+    if q_scale is not None:
+        places[0].mul_(q_scale[:, None, None])
+
+    def through_norms() -> None:
+        counts = [queries, keys, keys][: 2 if v_norm is None else 3]
+        read = parts(raw, heads, gated) if gated else raw.split(counts, 1)
+        pairs = ((q_norm, grad_q_norm), (k_norm, grad_k_norm), (v_norm, grad_v_norm))
+        for place, x, (weight, grad_weight) in zip(places, read, pairs, strict=False):
+            if weight is not None:
+                place.copy_(rms_norm.backward(place, x, weight, eps, grad_weight))
+
+    if q_norm is not None and norm_after:
+        through_norms()
+    turned = places[:2] if gated else [grad_qkv.unflatten(1, (-1, width))[:, : queries + keys]]
+    for place in turned:
+        unrotate_(place, cos, sin)
+    if q_norm is not None and not norm_after:
+        through_norms()
 
 
 def added_up(grad: torch.Tensor, heads: int) -> torch.Tensor:
@@ -97,6 +134,18 @@ def added_up(grad: torch.Tensor, heads: int) -> torch.Tensor:
     return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
 
 
-def _by_head(qkv: torch.Tensor, heads: tuple[int, int, int]) -> torch.Tensor:
-    """The q and k of [T, (N + 2K) H] as a view [T, N + K, H]."""
-    return qkv.unflatten(1, (-1, heads[2]))[:, : heads[0] + heads[1]]
+def parts(
+    qkv: torch.Tensor, heads: tuple[int, int, int], gated: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q [T, N, H], k and v [T, K, H] of a product [T, (N + 2K) H], as views. `gated`: each head of q is followed by the
+    H columns of its gate, [T, (2N + 2K) H]."""
+    queries, keys, width = heads
+    by_head = qkv.unflatten(1, (-1, width))
+    step = 2 if gated else 1
+    k, v = by_head[:, step * queries :].split(keys, 1)
+    return by_head[:, : step * queries : step], k, v
+
+
+def _normalise(places: Sequence[torch.Tensor], norms: Sequence[torch.Tensor], eps: float) -> None:
+    for place, weight in zip(places, norms, strict=True):
+        place.copy_(rms_norm.forward(place, weight, eps))

@@ -1,7 +1,12 @@
-"""Causal attention over the documents of a pass: qkv as one product, bias, q and k norms and rope in one kernel, o.
+"""Causal attention over the documents of a pass: qkv as one product, bias, norms and rope in one kernel, o.
 
 The backward keeps qkv as rotated in place and attention's output; the rotation is undone without its input. Gradients
 of weights that nothing waits for run beside attention's backward, whose kernels leave much of the GPU idle.
+
+A gate on attention's output is a part of the qkv product too. As a projection of its own it is behind q, k and v, and
+nothing else changes. Inside q, each head is followed by its gate, as checkpoints have it: the rows of the weight, of
+quantised blocks and of adapters stay in their order, and the kernel that norms and rotates q and k writes them to a
+buffer of their own, while the product itself is what the norms' backward reads.
 
 Legend: T tokens, D width, N heads, K key heads, H head width, S sequences.
 """
@@ -10,12 +15,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from graftune.kernels import attention, rope
+from graftune.kernels import attention, output_gate, rope
 from graftune.model.context import PassContext, Past, Sequences
+from graftune.model.frozen import row_stride
 from graftune.model.part import (
     AttentionShape,
     Bias,
@@ -45,34 +51,51 @@ class AttentionSpec(MixerSpec):
     window: int = 0  # sliding window; 0: none
     bias: bool = False  # of q, k and v
     interleaved: tuple[str, ...] = ()  # the kinds of files that interleave the two halves of each head of q and k
+    out_bias: bool = False
     fused: bool = False  # checkpoints hold q, k and v as one projection
+    gate: str = "none"  # on the output: none | in_q (behind each head of q) | value, head (a projection: see gate_proj)
     qk_norm: bool = False
     wide_qk_norm: bool = False  # over all heads of q, and of k, together
-    norm_offset: float = 0.0  # of q's and k's norms (NormSpec.offset)
+    v_norm: bool = False  # beside those of q and k
+    unweighted: tuple[str, ...] = ()  # those of these norms that have no weight
+    norm_after_rope: bool = False
+    norm_offset: float = 0.0  # of these norms (NormSpec.offset)
     module: str = "self_attn"
     out: str = "o_proj"
+    gate_proj: str = "gate_proj"  # gates every value of a head, or the whole head
     qk_norms: tuple[str, str] = ("q_norm", "k_norm")
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
         q, kv = self.heads * self.head_width, self.kv_heads * self.head_width
-        qkv = {"qkv_proj": q + 2 * kv} if self.fused else {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        return {name: (out, self.width) for name, out in qkv.items()} | {self.out: (self.width, q)}
+        q_rows = 2 * q if self.gate == "in_q" else q
+        found = {"qkv_proj": q + 2 * kv} if self.fused else {"q_proj": q_rows, "k_proj": kv, "v_proj": kv}
+        if self.gate in ("value", "head"):
+            found[self.gate_proj] = q if self.gate == "value" else self.heads
+        return {name: (out, self.width) for name, out in found.items()} | {self.out: (self.width, q)}
 
     @property
     def groups(self) -> dict[str, tuple[str, ...]]:
-        return {"qkv": ("qkv_proj",) if self.fused else ("q_proj", "k_proj", "v_proj"), "o": (self.out,)}
+        gate = (self.gate_proj,) if self.gate in ("value", "head") else ()
+        return {"qkv": (*self._qkv, *gate), "o": (self.out,)}
+
+    @property
+    def _qkv(self) -> tuple[str, ...]:
+        return ("qkv_proj",) if self.fused else ("q_proj", "k_proj", "v_proj")
 
     @property
     def biased(self) -> tuple[str, ...]:
-        return self.groups["qkv"] if self.bias else ()
+        return (*(self._qkv if self.bias else ()), *((self.out,) if self.out_bias else ()))
 
     @property
     def norms(self) -> dict[str, int]:
-        if not self.qk_norm:
-            return {}
-        heads = (self.heads, self.kv_heads) if self.wide_qk_norm else (1, 1)
-        return {name: count * self.head_width for name, count in zip(self.qk_norms, heads, strict=True)}
+        return {name: width for name, width in self._norm_widths.items() if name not in self.unweighted}
+
+    @property
+    def _norm_widths(self) -> dict[str, int]:
+        names = (*(self.qk_norms if self.qk_norm else ()), *(("v_norm",) if self.v_norm else ()))
+        heads = (self.heads, self.kv_heads) if self.wide_qk_norm else (1, 1, 1)
+        return {name: count * self.head_width for name, count in zip(names, heads, strict=False)}
 
     def order_in(self, file: str, name: str) -> FileOrder | None:
         """Hugging Face stores what rope turns of a head as two halves, and rope rotates a value of one half with one of
@@ -107,22 +130,26 @@ class AttentionSpec(MixerSpec):
             "caps": 0 <= self.score_cap < math.inf,
             "rope's share of a head": 0 < self.rope.width <= self.head_width and self.rope.width % 2 == 0,
             "rope base": 0 < self.rope.theta < math.inf,
+            "gate": self.gate in ("none", "in_q", "value", "head"),
         }
 
     def norm_offset_of(self, name: str) -> float:
-        return self.norm_offset if name in self.qk_norms else 0.0
+        return self.norm_offset
 
     def build(self, place: PartPlacer) -> Attention:
-        q_norm, k_norm = (place.norm(name) for name in self.qk_norms) if self.qk_norm else (None, None)
+        norms = tuple(
+            place.unit_norm(width) if name in self.unweighted else place.norm(name)
+            for name, width in self._norm_widths.items()
+        )
         return Attention(
             layer=place.layer,
             heads=(self.heads, self.kv_heads, self.head_width),
             qkv=place.projection("qkv"),
             o=place.projection("o"),
             bias=place.bias("qkv") if self.bias else None,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            norm_eps=self.norm_eps,
+            out_bias=place.bias("o") if self.out_bias else None,
+            gate=self.gate,
+            norms=HeadNorms(norms, self.norm_eps, self.norm_after_rope) if norms else None,
             rope_index=place.rope(self.rope),
             window=self.window,
             score_scale=self.score_scale,
@@ -143,10 +170,18 @@ class OwnBackend(NamedTuple):
     any_shape: str
 
 
+class HeadNorms(NamedTuple):
+    """The norms of a layer's heads, before the rotation or `after` it."""
+
+    weights: tuple[NormWeight, ...]  # of q, k and perhaps v
+    eps: float
+    after: bool
+
+
 class AttentionSaved(NamedTuple):
-    qkv: torch.Tensor  # [T, (N + 2K) H], rotated
-    raw: torch.Tensor  # [T, N + K, H] before q's and k's norm; empty without one
-    mixed: torch.Tensor  # [T, N H + adapter_columns], attention's output
+    qkv: torch.Tensor  # [T, (N + 2K) H + gate], rotated; with a gate in q as the product is
+    raw: torch.Tensor  # [T, N + K (+ K), H], what the norms read, or empty; with a gate in q rotated q and k
+    mixed: torch.Tensor  # [T, N H + adapter_columns], attention's output; with a gate [T, N H], before it
     stats: torch.Tensor  # of the softmax
     h_qkv: torch.Tensor | None
     h_o: torch.Tensor | None
@@ -159,9 +194,9 @@ class Attention(Mixer[AttentionSaved]):
     qkv: Projection
     o: Projection
     bias: Bias | None
-    q_norm: NormWeight | None
-    k_norm: NormWeight | None
-    norm_eps: float
+    out_bias: Bias | None
+    gate: str
+    norms: HeadNorms | None
     rope_index: int  # of the rotary tables
     window: int
     score_scale: float
@@ -180,15 +215,37 @@ class Attention(Mixer[AttentionSaved]):
     def last(self) -> Projection:
         return self.o
 
+    @property
+    def gate_in_q(self) -> bool:
+        return self.gate == "in_q"
+
+    @property
+    def columns(self) -> int:
+        """Columns of the product that are q, k and v, gates in q included."""
+        heads, key_heads, width = self.heads
+        return ((2 if self.gate_in_q else 1) * heads + 2 * key_heads) * width
+
+    @property
+    def row_strides(self) -> tuple[int, int, int]:
+        """Of qkv, of attention's output and of qkv's gradient. A gate reads the output from a buffer of its own."""
+        columns = self.o.adapter_columns if self.gate == "none" else 0
+        grad = row_stride(self.qkv.width_out, self.qkv.adapter_columns)
+        return self.qkv.width_out, row_stride(self.o.width_in, columns), grad
+
     def forward(self, entry: PartInput, ctx: PassContext) -> tuple[torch.Tensor, AttentionSaved]:
         qkv, h_qkv = entry.product(self.qkv)
         raw = rope.finish_(
-            qkv, *ctx.tables[self.rope_index], self.heads, bias=self.bias.value if self.bias else None,
-            q_norm=_weight(self.q_norm, ctx), k_norm=_weight(self.k_norm, ctx), eps=self.norm_eps,
+            qkv[:, : self.columns], *ctx.tables[self.rope_index], self.heads, gated=self.gate_in_q,
+            bias=self.bias.value if self.bias else None, **self._norm_weights(ctx),
         )  # fmt: skip
-        mixed = self.o.input_buffer(entry.x, len(entry.x))
-        stats = self._attend(*self._split(qkv), self._by_head(mixed), ctx.sequences)
-        out, h_o = self.o.forward(mixed, ctx)
+        read = self.o.input_buffer(entry.x, len(entry.x))
+        mixed = read if self.gate == "none" else entry.x.new_empty(len(entry.x), self.o.width_in)
+        stats = self._attend(*self._split(qkv, raw), self._by_head(mixed), ctx.sequences)
+        if self.gate != "none":
+            output_gate.forward(self._by_head(mixed), self._gates(qkv), self._by_head(read))
+        out, h_o = self.o.forward(read, ctx)
+        if self.out_bias is not None:
+            out += self.out_bias.value
         return out, AttentionSaved(qkv, raw, mixed, stats, h_qkv, h_o)
 
     def backward(
@@ -203,16 +260,27 @@ class Attention(Mixer[AttentionSaved]):
         qkv, raw, mixed, stats, h_qkv, h_o = saved
         grad_mixed, g = self.o.backward(grad, h_o, ctx, ready=ready)
         assert grad_mixed is not None
-        self.o.accumulate_grad(grad, g, mixed[:, : self.o.width_in], ctx)
+        if self.out_bias is not None and self.out_bias.grad is not None:
+            self.out_bias.grad.add_(grad[:, : self.o.width_out].sum(0, dtype=torch.float32))
+        grad_qkv, gated = None, mixed
+        if self.gate != "none":
+            grad_qkv = self.qkv.grad_buffer(read.x, len(read.x))
+            gated = torch.empty_like(mixed) if self.o.reads_input(g) else mixed
+            output_gate.backward(
+                self._by_head(grad_mixed), self._by_head(mixed), self._gates(qkv), self._by_head(grad_mixed),
+                self._gates(grad_qkv), None if gated is mixed else self._by_head(gated),
+            )  # fmt: skip
+        self.o.accumulate_grad(grad, g, gated[:, : self.o.width_in], ctx)
+        del gated
 
         documents = ctx.sequences.documents
         assert documents is not None, "generation has no backward"
         window, backend = self._how(ctx.sequences, documents)
-        q, k, v = self._split(qkv)
-        grads, grad_qkv = attention.grad_buffers(q, k, backend), None
+        q, k, v = self._split(qkv, raw)
+        grads = attention.grad_buffers(q, k, backend)
         if grads is None:
-            grad_qkv = self.qkv.grad_buffer(read.x, len(read.x))
-            grads = self._split(grad_qkv)
+            grad_qkv = self.qkv.grad_buffer(read.x, len(read.x)) if grad_qkv is None else grad_qkv
+            grads = self._grads_of(q, grad_qkv)
         ctx.flush()  # starts the queued weight gradients on side streams, beside attention
         attention.backward(
             self._by_head(grad_mixed), q, k, v, self._by_head(mixed), stats, documents, self.score_scale, window, grads,
@@ -222,18 +290,16 @@ class Attention(Mixer[AttentionSaved]):
         if grad_qkv is None:  # only now: attention's own memory is free again
             grad_qkv = self.qkv.grad_buffer(read.x, len(read.x))
         tables, ready = ctx.tables[self.rope_index], None
-        if need_input and self.q_norm is None:
+        if need_input and self.norms is None and self.gate == "none":
             ready = self.qkv.rope_backward(grads, grad_qkv, tables, self.heads, ctx)
         else:
-            rope.finish_backward(
-                grads, grad_qkv[:, : self.qkv.width_out], *tables, self.heads, raw,
-                q_norm=_weight(self.q_norm, ctx), k_norm=_weight(self.k_norm, ctx), eps=self.norm_eps,
-                grad_q_norm=self.q_norm.grad if self.q_norm else None,
-                grad_k_norm=self.k_norm.grad if self.k_norm else None,
-            )  # fmt: skip
+            (cos, sin), norms = tables, self._norm_weights(ctx) | self._norm_grads()
+            kept = qkv if self.gate_in_q else raw
+            place = grad_qkv[:, : self.columns]
+            rope.finish_backward(grads, place, cos, sin, self.heads, kept, gated=self.gate_in_q, **norms)
         del grads
         if self.bias is not None and self.bias.grad is not None:
-            self.bias.grad.add_(grad_qkv[:, : self.qkv.width_out].sum(0, dtype=torch.float32))
+            self.bias.grad.add_(grad_qkv[:, : self.columns].sum(0, dtype=torch.float32))
 
         grad_read, g = self.qkv.backward(grad_qkv, h_qkv, ctx, need_input, ready)
         self.qkv.accumulate_grad(grad_qkv, g, read.x, ctx, read.normed)
@@ -258,22 +324,47 @@ class Attention(Mixer[AttentionSaved]):
 
     def _how(self, sequences: Sequences, documents: attention.Documents) -> tuple[int, str]:
         """(window, backend). A window that no document reaches is ignored. cuDNN's plans have neither windows nor soft
-        caps, so layers with either use our own kernels."""
+        caps, so layers with either use our own kernels; so do rows that are not aligned (a gate for each of a few
+        heads)."""
         window, backend = self.window if self.window < documents.longest else 0, sequences.backend
         if self.own is not None and backend != "cpu":
             backend = self.own.fixed if documents.fixed else self.own.any_shape
-        return window, "triton" if (window or self.score_cap) and backend != "cpu" else backend
+        ours = window or self.score_cap or self.qkv.width_out % 8
+        return window, "triton" if ours and backend != "cpu" else backend
 
-    def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[T, (N + 2K) H (+ adapter_columns)] -> q [T, N, H], k and v [T, K, H], all views."""
-        heads, key_heads, width = self.heads
-        parts = qkv[:, : self.qkv.width_out].unflatten(1, (-1, width))
-        q, k, v = parts.split([heads, key_heads, key_heads], 1)
+    def _split(self, qkv: torch.Tensor, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q [T, N, H], k and v [T, K, H] as attention reads them, all views."""
+        q, k, v = rope.parts(qkv[:, : self.columns], self.heads, self.gate_in_q)
+        if self.gate_in_q:
+            q, k = raw.split([self.heads[0], self.heads[1]], 1)
         return q, k, v
+
+    def _grads_of(self, q: torch.Tensor, grad_qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Where attention's backward writes dq, dk and dv: views of the product's gradient. With gates between them
+        the heads of q are not adjacent, so dq has a buffer of its own then."""
+        dq, dk, dv = rope.parts(grad_qkv[:, : self.columns], self.heads, self.gate_in_q)
+        return (torch.empty_like(q, memory_format=torch.contiguous_format) if self.gate_in_q else dq), dk, dv
+
+    def _gates(self, qkv: torch.Tensor) -> torch.Tensor:
+        """The gates of a product or its gradient [T, N, H], or [T, N, 1], a view."""
+        heads, _, width = self.heads
+        if self.gate_in_q:
+            return qkv[:, : 2 * heads * width].unflatten(1, (heads, 2 * width))[:, :, width:]
+        return qkv[:, self.columns : self.qkv.width_out].unflatten(1, (heads, -1))
 
     def _by_head(self, mixed: torch.Tensor) -> torch.Tensor:
         """[T, N H (+ adapter_columns)] -> [T, N, H], a view."""
         return mixed[:, : self.o.width_in].unflatten(1, (-1, self.heads[2]))
+
+    def _norm_weights(self, ctx: PassContext) -> dict[str, Any]:
+        if self.norms is None:
+            return {}
+        weights = {f"{name}_norm": norm.of(ctx.adapted) for name, norm in zip("qkv", self.norms.weights, strict=False)}
+        return {**weights, "eps": self.norms.eps, "norm_after": self.norms.after}
+
+    def _norm_grads(self) -> dict[str, Any]:
+        weights = self.norms.weights if self.norms else ()
+        return {f"grad_{name}_norm": norm.grad for name, norm in zip("qkv", weights, strict=False)}
 
 
 class KeyValues:
@@ -312,7 +403,3 @@ class KeyValues:
             hidden |= past.token_indices <= lengths[:, None] - of.window
         scores.masked_fill_(hidden[:, None, None], float("-inf"))
         out.copy_((torch.softmax(scores, -1).to(v.dtype) @ self.values).reshape(-1, heads, width))
-
-
-def _weight(norm: NormWeight | None, ctx: PassContext) -> torch.Tensor | None:
-    return None if norm is None else norm.of(ctx.adapted)

@@ -1,0 +1,125 @@
+"""Every option of attention's spec, in models that no family has.
+
+The reference is plain torch with autograd in fp32, one document at a time: outputs and every gradient are compared,
+with adapters, with trained norms and with every weight trained, for each recompute policy, and generation with a cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from graftune.data.pack import pack
+from graftune.infer.sample import Sampling
+from graftune.model.layer_spec import BranchPart, BranchSpec, LayerSpec
+from graftune.model.mixers.attention import AttentionSpec
+from graftune.model.rotary import RopeSpec
+from graftune.settings.config import LoraConfig
+from graftune.step.step import Step
+from tests.model.test_branches import DOCUMENTS, EPS, EXAMPLES, FEEDING, WIDTH, Reference, close, norm, toy
+from tests.support.generate import generate
+
+PLAIN = AttentionSpec(
+    width=WIDTH, heads=4, kv_heads=2, head_width=8, norm_eps=EPS, score_scale=0.4, rope=RopeSpec(8, 100.0)
+)
+NORMED = replace(PLAIN, qk_norm=True)
+PARTLY = RopeSpec(4, 100.0)
+OPTIONS = {
+    "plain": PLAIN,
+    "gate in q": replace(NORMED, gate="in_q", rope=PARTLY),
+    "gate in q without norms": replace(PLAIN, gate="in_q"),
+    "gate by value": replace(NORMED, gate="value", gate_proj="value_gate", bias=True),
+    "gate by head": replace(PLAIN, gate="head", gate_proj="head_gate", window=3),
+    "norms after rope": replace(NORMED, norm_after_rope=True, rope=PARTLY),
+    "norms without weight": replace(NORMED, unweighted=("q_norm", "k_norm")),
+    "norm of v": replace(NORMED, v_norm=True, bias=True, rope=PARTLY),
+    "norm of v without weight": replace(NORMED, v_norm=True, unweighted=("v_norm",), norm_after_rope=True),
+    "biases": replace(PLAIN, bias=True, out_bias=True, rope=PARTLY),
+}
+
+
+class OptionsReference(Reference):
+    def part(self, spec: Any, x: torch.Tensor, layer: int, tokens: torch.Tensor) -> torch.Tensor:
+        if not isinstance(spec, AttentionSpec):
+            return super().part(spec, x, layer, tokens)
+        stem, heads = f"layers.{layer}.{spec.module}.", (spec.heads, spec.kv_heads, spec.kv_heads)
+        q, k, v = (self.product(x, f"{stem}{name}_proj") for name in "qkv")
+        if spec.bias:
+            q, k, v = (y + self.tensor(f"{stem}{n}_proj.bias") for n, y in zip("qkv", (q, k, v), strict=True))
+        gate = None
+        if spec.gate == "in_q":
+            q, gate = q.view(len(x), spec.heads, -1).chunk(2, -1)
+            q = q.reshape(len(x), -1)
+        elif spec.gate != "none":
+            gate = self.product(x, f"{stem}{spec.gate_proj}").view(len(x), spec.heads, -1)
+        q, k, v = (y.unflatten(1, (n, -1)).transpose(0, 1) for n, y in zip(heads, (q, k, v), strict=True))
+        if not spec.norm_after_rope:
+            q, k, v = self.normed(spec, stem, q, k, v)
+        q, k = self.rotated(spec, q), self.rotated(spec, k)
+        if spec.norm_after_rope:
+            q, k, v = self.normed(spec, stem, q, k, v)
+        k, v = (y.repeat_interleave(spec.heads // spec.kv_heads, 0) for y in (k, v))
+        scores = q @ k.transpose(1, 2) * spec.score_scale
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        if spec.window:
+            hidden |= torch.ones_like(hidden).tril(-spec.window)
+        mixed = (self.softmax(spec, stem, scores.masked_fill(hidden, float("-inf"))) @ v).transpose(0, 1)
+        mixed = mixed if gate is None else mixed * gate.sigmoid()
+        out = self.product(mixed.flatten(1), f"{stem}o_proj")
+        return out + self.tensor(f"{stem}o_proj.bias") if spec.out_bias else out
+
+    def softmax(self, spec: AttentionSpec, stem: str, scores: torch.Tensor) -> torch.Tensor:
+        return scores.softmax(-1)
+
+    def normed(self, spec: AttentionSpec, stem: str, *heads: torch.Tensor) -> list[torch.Tensor]:
+        names = [*(spec.qk_norms if spec.qk_norm else (None, None)), "v_norm" if spec.v_norm else None]
+        found = []
+        for name, x in zip(names, heads, strict=True):
+            y = x if name is None else x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+            found.append(y * self.tensor(f"{stem}{name}.weight") if name in spec.norms else y)
+        return found
+
+    def rotated(self, spec: AttentionSpec, x: torch.Tensor) -> torch.Tensor:
+        angles = torch.arange(x.shape[1])[:, None] * spec.rope.build().frequencies
+        a, b, rest = x.split([spec.rope.width // 2, spec.rope.width // 2, spec.head_width - spec.rope.width], -1)
+        return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin(), rest), -1)
+
+
+def layer(spec: AttentionSpec) -> LayerSpec:
+    return LayerSpec((BranchSpec((BranchPart(spec, norm("input_norm")),)), FEEDING))
+
+
+@pytest.mark.parametrize(
+    ("trained", "recompute"),
+    [("adapters", "none"), ("adapters and norms", "selective"), ("all weights", "full")],
+)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_outputs_and_gradients_are_autograds(option: str, trained: str, recompute: str) -> None:
+    lora = LoraConfig(rank=3, alpha=6.0, targets=("all_linear",), train_norms=trained == "adapters and norms")
+    made = toy((layer(OPTIONS[option]),) * 2, lora, full=trained == "all weights")
+    ours, reference = made.ours, OptionsReference(made)
+    wanted = torch.cat([reference.logits(document) for document in DOCUMENTS]).detach()
+    close(ours.logits(DOCUMENTS), wanted, "logits")
+
+    step = Step(ours.decoder, ours.arena, recompute=recompute)
+    step.micro_step(pack(EXAMPLES))
+    total = reference.loss()
+    total.backward()
+    assert float(step.loss_sum) == pytest.approx(float(total.detach()), rel=1e-5)
+    for name, leaf in reference.trained.items():
+        if name.endswith("k_proj.bias"):
+            continue  # close to zero: a sum of scores that does not change the softmax, up to rope
+        assert leaf.grad is not None and leaf.grad.any(), name
+        close(ours.arena.view(name, ours.arena.grads), leaf.grad, name)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_generation_with_a_cache(option: str) -> None:
+    made = toy((layer(OPTIONS[option]),) * 2, LoraConfig(rank=3, alpha=6.0, targets=("all_linear",)), full=False)
+    (answer,) = generate(made.ours.decoder, DOCUMENTS[:1], Sampling(max_new_tokens=5), ())
+    reference = OptionsReference(made)
+    for count in range(5):
+        assert int(reference.logits(DOCUMENTS[0] + answer[:count])[-1].argmax()) == answer[count]
