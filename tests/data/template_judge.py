@@ -165,7 +165,7 @@ def as_wanted(spec: Spec, messages: list[Message]) -> list[Message]:
 
 
 def encoder_of(spec: Spec) -> RowEncoder:
-    return RowEncoder(opened(spec.source()), DataConfig(max_seq_len=8192), "data")
+    return RowEncoder(opened(spec.source()), DataConfig(max_seq_len=8192, train_reasoning="all"), "data")
 
 
 def judge_public(encoder: RowEncoder, source: str, messages: list[Message], tools: Any) -> Verdict:

@@ -12,6 +12,7 @@ import tokenizers
 from graftune.data.chat import CLOSED_AT_ONCE, NOT_RENDERED, OTHER_PROMPT
 from graftune.data.dataset import prepare
 from graftune.data.fit import ACROSS
+from graftune.data.format import EMPTY_NOT_TRAINED, EVERYTHING_TRAINED
 from graftune.errors import GraftuneError
 from graftune.settings.config import DataConfig
 from tests.data.helpers import CHATML, prepared, tokenizer, turns, with_template
@@ -102,7 +103,16 @@ def test_template_vars_and_reasoning(tmp_path: Path) -> None:
         "not_empty": ["b<|im_end|>", f"{full}d<|im_end|>"],
         "none": ["b<|im_end|>", "d<|im_end|>"],
     }.items():
-        assert all_runs(prepared(tmp_path, {"messages": messages}, chat, train_reasoning=choice)) == runs
+        data = prepared(tmp_path, {"messages": messages}, chat, train_reasoning=choice)
+        assert all_runs(data) == runs and not any("auto" in note for note in data.summary.notes)
+        if choice == "not_empty":  # what auto means for a template that writes empty blocks
+            chosen = prepared(tmp_path, {"messages": messages}, chat)
+            assert all_runs(chosen) == runs and chosen.summary.notes == {EMPTY_NOT_TRAINED: 0} | data.summary.notes
+    field = source.replace("'<think>\n' + (m.reasoning_content or '')", "'<think>\n' + m.reasoning_content").replace(
+        "{% if m.role == 'assistant' %}", "{% if m.reasoning_content %}"
+    )
+    data = prepared(tmp_path, {"messages": messages}, with_template(field))  # the block only where there is reasoning
+    assert all_runs(data) == ["b<|im_end|>", f"{full}d<|im_end|>"] and EVERYTHING_TRAINED in data.summary.notes
     data = prepared(tmp_path, {"messages": turns("a", "b")}, chat, template_vars={"thinking": False})
     assert data.prompts[0].endswith(empty) and all_runs(data) == ["b<|im_end|>"]
     for variables, why in (

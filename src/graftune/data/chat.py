@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
-from graftune.data.format import REASONING_KEYS, ChatFormat
+from graftune.data.format import REASONING_KEYS, ChatFormat, TrainedReasoning
 from graftune.data.header import Header, locate, units
 from graftune.data.missing import NOT_RENDERED, not_rendered
 from graftune.data.record import Message
@@ -79,7 +79,7 @@ class ChatTurns:
 
     form: ChatFormat
     prompt_form: Literal["inference", "template"] = "inference"
-    train_reasoning: Literal["all", "none", "not_empty"] = "all"
+    train_reasoning: TrainedReasoning = "all"
     # What templates write before an answer, after which role -> whether it is a header that the prompt does not give.
     headers: dict[tuple[str, str], bool] = field(default_factory=dict, compare=False)
 

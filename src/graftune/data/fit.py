@@ -61,7 +61,7 @@ class Fitter:
 
     def __init__(self, form: ChatFormat, tokenizer: Tokenizer, config: DataConfig):
         self.form, self.tokenizer, self.limit = form, tokenizer, config.longest()
-        self.turns = ChatTurns(form, config.prompt_form, config.train_reasoning)
+        self.turns = ChatTurns(form, config.prompt_form, form.trained_reasoning(config.train_reasoning)[0])
         self.special = special_tokens(tokenizer)
         self.tails: dict[str, list[int]] = {}  # what stands between a prompt's last control token and its end
         self.question: tuple[str, list[tuple[int, int]]] = ("", [])  # asked last, and where its tokens lie

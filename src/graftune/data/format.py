@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from graftune.data.record import Message
 from graftune.data.row import Refusal
@@ -24,6 +24,12 @@ from graftune.tokenizer import Tokenizer
 
 LONGEST_CONVERSATION = 4 << 20  # characters of a conversation that is rendered at all
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+TrainedReasoning = Literal["all", "none", "not_empty"]
+TrainReasoning = Literal["auto", "all", "none", "not_empty"]
+EMPTY_NOT_TRAINED = (
+    "train_reasoning auto: not_empty, since the template writes an empty reasoning block before answers that have none"
+)
+EVERYTHING_TRAINED = "train_reasoning auto: all, since the template writes no empty reasoning block"
 LONGEST_TAG = 256  # characters of a reasoning tag with what may stand beside it
 
 
@@ -160,6 +166,7 @@ class ChatFormat:
     blank_content: str | None = ""  # what stands for an empty content beside tool calls
     parts: bool = False  # the template reads contents as lists of parts only
     reasoning: Reasoning = field(default_factory=Reasoning)
+    empty_reasoning: bool = False  # the template writes an empty block before an answer without reasoning
     header: str = ""  # what stands between question and answer, in the generation prompt and in the rendering
     control: tuple[str, ...] = ()  # names of the tokenizer's control tokens, the longest first
     variables: Mapping[str, Any] = field(default_factory=dict)
@@ -186,6 +193,14 @@ class ChatFormat:
             return self.renderer.render(messages, tools=tools, add_generation_prompt=generate, **self.variables)
         except GraftuneError as error:
             raise Refusal("refused by the chat template", error.what) from None
+
+    def trained_reasoning(self, asked: TrainReasoning) -> tuple[TrainedReasoning, str]:
+        """`train_reasoning` with auto resolved, and a line for the user where auto decided something."""
+        if asked != "auto":
+            return asked, ""
+        if self.empty_reasoning:
+            return "not_empty", EMPTY_NOT_TRAINED
+        return "all", EVERYTHING_TRAINED if self.reasoning.key else ""
 
     def _as_wanted(self, message: Message) -> Message:
         """The message with null content, arguments and reasoning in the form that the template reads."""

@@ -97,6 +97,7 @@ def probe(
         takes_system=_takes_system(rendered, tools),
         notes=notes,
         reasoning=reasoning,
+        empty_reasoning=bool(reasoning.tags[0]) and reasoning.tags[0] in plain and reasoning.closed_by(plain),
         header=prompt.removesuffix(align(prompt, plain, control).extra) + plain,
         control=control,
         variables=variables,

@@ -259,7 +259,8 @@ class RowEncoder:
     def _open(self) -> Fitter:
         form = usable_format(self.tokenizer, self.config)
         self.summary.template = form.name
-        self.summary.notes.update(dict.fromkeys(form.notes, 0))
+        notes = (*form.notes, form.trained_reasoning(self.config.train_reasoning)[1])
+        self.summary.notes.update(dict.fromkeys(filter(None, notes), 0))
         self.fitter = Fitter(form, self.tokenizer, self.config)
         return self.fitter
 

@@ -166,8 +166,11 @@ class DataConfig:
     template_vars: dict[str, Any] = opt(  # noqa: RUF009
         {}, "variables given to the chat template, as enable_thinking=false,reasoning_effort=high", resume="fixed"
     )
-    train_reasoning: Literal["all", "none", "not_empty"] = opt(
-        "all", "which reasoning (thinking) blocks are trained: all, none, or those that are not empty", resume="fixed"
+    train_reasoning: Literal["auto", "all", "none", "not_empty"] = opt(
+        "auto",
+        "which reasoning (thinking) blocks are trained: all, none, or those that are not empty; auto: not_empty where "
+        "the template writes empty blocks (Qwen3 and later), else all",
+        resume="fixed",
     )
     date: str = opt(
         "", "date that a chat template prints, as 2026-11-17; empty: the day the run starts", resume="fixed"

@@ -37,7 +37,7 @@ class Settings(TypedDict, total=False):
     train_on: Literal["assistant", "last", "flagged"]
     prompt_form: Literal["inference", "template"]
     template_vars: Mapping[str, Any]
-    train_reasoning: Literal["all", "none", "not_empty"]
+    train_reasoning: Literal["auto", "all", "none", "not_empty"]
     date: str
     template: str | PathLike[str]
     append_eos: bool
