@@ -99,7 +99,7 @@ def test_a_lying_gguf_header(lie: str, data: Path, tmp_path: Path, refuse: Refus
 
 
 METADATA: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown architecture": ({"general.architecture": "mamba"}, "architecture 'mamba' is not known"),
+    "unknown architecture": ({"general.architecture": "mamba"}, "architecture 'mamba' has Mamba layers"),
     "no width": ({"llama.embedding_length": None}, "llama.embedding_length is None"),
     "text for a number": ({"llama.block_count": "three"}, "llama.block_count is 'three'"),
     "text for theta": ({"llama.rope.freq_base": "much"}, "makes no sense"),
@@ -151,7 +151,7 @@ def test_a_broken_configuration(content: str, folder: Path, data: Path, refuse: 
 
 
 CONFIG: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown architecture": ({"model_type": "mamba"}, "architecture 'mamba' is not known"),
+    "unknown architecture": ({"model_type": "mamba"}, "architecture 'mamba' has Mamba layers"),
     "no architecture": ({"model_type": None}, "is not known"),
     "text for a number": ({"hidden_size": "48"}, "hidden_size is '48'"),
     "negative": ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from graftune.api import export
@@ -92,7 +91,7 @@ def test_a_gguf_trains_and_goes_out_as_a_folder(both: tuple[str, Path, Path], tm
     _, folder, gguf = both
     side, folders = oracle.whole(gguf), family_of(open_base(str(folder)).spec)
     loss, grads = side.gradients(examples(20, 33))
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = tiny.load_hf(folder)
     total = oracle.loss_sum(model, examples(20, 33))
     total.backward()
     assert loss == pytest.approx(float(total.detach()), rel=1e-5)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from graftune.errors import GraftuneError
-from graftune.model.families import from_config
+from graftune.model.families import from_config, from_gguf
 from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.spec import ModelSpec
 from tests.support import tiny
@@ -70,14 +70,38 @@ def changed(**values: Any) -> ModelSpec:
 
 
 def test_variants_that_are_not_known_are_refused() -> None:
-    with pytest.raises(GraftuneError, match="text and images"):
+    with pytest.raises(GraftuneError, match="has no text_config"):
         changed(model_type="gemma3")
+    with pytest.raises(GraftuneError, match="'mistral4' has multi-head latent attention"):
+        from_config({"model_type": "gemma3", "text_config": {"model_type": "mistral4"}}, "config.json")
     with pytest.raises(GraftuneError, match="use_bidirectional_attention"):
         changed(use_bidirectional_attention=True)
     with pytest.raises(GraftuneError, match="activation 'relu' is not known"):
         changed(hidden_activation="relu")
     with pytest.raises(GraftuneError, match="attention_bias"):
         changed(attention_bias=True)
+
+
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        ("nemotron_h falcon_h1 mamba2 falcon-h1 granitehybrid", "Mamba-2 layers, which are not supported"),
+        (
+            "deepseek_v2 deepseek_v3 glm4_moe_lite mistral4 deepseek2",
+            r"attention \(MLA\), which is not supported",
+        ),
+        ("kimi_linear kimi-linear", "linear attention, which is not supported"),
+        ("qwen4_exp cohere2 llama4 llama4_text", "not supported"),
+        ("gpt_oss gpt-oss gemma4 gemma4_text gemma4_unified", "not supported yet"),
+        ("qwen3_5_moe qwen35moe qwen3_next qwen3next glm4_moe glm4moe olmoe lfm2_moe lfm2moe", "not supported yet"),
+    ],
+)
+def test_architectures_that_are_refused_say_why(names: str, why: str) -> None:
+    for name in names.split():
+        with pytest.raises(GraftuneError, match=f"x: architecture '{name}' .*{why}"):
+            from_config({"model_type": name}, "x")
+        with pytest.raises(GraftuneError, match=f"x: architecture '{name}' .*{why}"):
+            from_gguf({"general.architecture": name}, {}, "x")
 
 
 def test_what_a_gemma_configuration_leaves_out():

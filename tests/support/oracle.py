@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -123,12 +123,17 @@ def peft_model(model: Any, ours_: Ours) -> Any:
     wrapped = peft.get_peft_model(model, config)
     ours_name = {peft_name(n): n for n in ours_.arena.slots}
     state = {name: ours_.arena.view(n, ours_.arena.weights) for name, n in ours_name.items()}
-    own = dict(wrapped.named_parameters())
+    own = plain_names(wrapped.named_parameters())
     with torch.no_grad():
         for name, value in state.items():
             if name in own:  # Gemma's norms are the weight less one there
                 own[name].copy_(value - spec.norm_offset(ours_name[name]))
     return wrapped
+
+
+def plain_names(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Parameters of a PEFT model as those of a text model, also where it is inside a text-and-vision model."""
+    return {names.to_peft(names.from_peft(name)): value for name, value in named}
 
 
 def peft_name(ours_name: str) -> str:

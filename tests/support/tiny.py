@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from graftune.weights.names import from_hf
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -36,6 +39,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "qwen3_vl": (
+        "Qwen3VLTextConfig",
+        {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}},
+    ),
     "gemma3": ("Gemma3TextConfig", GEMMA | {"num_hidden_layers": 7}),  # llama.cpp: every sixth without a window
     "gemma2": ("Gemma2Config", GEMMA | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0}),
     "phi3": ("Phi3Config", {"head_dim": None, "pad_token_id": 0}),
@@ -75,8 +82,49 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "exaone4": ("Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
 }
+# Text-and-vision checkpoints: the class of the configuration, and what it has beside the text model's.
+VISION: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_vl": (
+        "Qwen3VLConfig",
+        {
+            "vision_config": {
+                "depth": 2,
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_heads": 2,
+                "patch_size": 4,
+                "out_hidden_size": 48,
+                "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [0],
+            },
+            "image_token_id": 250,
+            "video_token_id": 251,
+            "vision_start_token_id": 252,
+            "vision_end_token_id": 253,
+        },
+    ),
+    "gemma3-vision": (
+        "Gemma3Config",
+        {
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": 8,
+                "patch_size": 4,
+            },
+            "mm_tokens_per_image": 4,
+            "image_token_index": 250,
+            "boi_token_index": 251,
+            "eoi_token_index": 252,
+        },
+    ),
+}
 VARIANTS = (
     *FAMILIES,
+    "gemma3-vision",
     "llama-linear",
     "llama-llama3",
     "llama-yarn",
@@ -136,7 +184,7 @@ def config(variant: str) -> dict[str, Any]:
     """The configuration in plain values: it can be read without transformers."""
     family, _, extra = variant.partition("-")
     options: dict[str, Any] = {
-        "model_type": {"gemma3": "gemma3_text"}.get(family, family),
+        "model_type": {"gemma3": "gemma3_text", "qwen3_vl": "qwen3_vl_text"}.get(family, family),
         "vocab_size": VOCAB,
         "hidden_size": 48,
         "intermediate_size": 72,
@@ -155,7 +203,11 @@ def config(variant: str) -> dict[str, Any]:
     if extra in ROPE:
         options["rope_parameters"] = {"rope_theta": 10000.0, **ROPE[extra]}
     options |= VARIANT_OPTIONS.get(variant, {})
-    return {name: value for name, value in options.items() if (name, value) != ("head_dim", None)}
+    options = {name: value for name, value in options.items() if (name, value) != ("head_dim", None)}
+    if variant not in VISION:
+        return options
+    outer = {"model_type": family, "text_config": options, "tie_word_embeddings": options["tie_word_embeddings"]}
+    return outer | copy.deepcopy(VISION[variant][1])
 
 
 def hf_config(variant: str) -> Any:
@@ -163,7 +215,8 @@ def hf_config(variant: str) -> Any:
 
     options = config(variant)
     del options["model_type"]
-    return getattr(transformers, FAMILIES[variant.partition("-")[0]][0])(**options)
+    kind = VISION[variant][0] if variant in VISION else FAMILIES[variant.partition("-")[0]][0]
+    return getattr(transformers, kind)(**options)
 
 
 def hf_model(variant: str, seed: int = 0) -> Any:
@@ -181,12 +234,13 @@ def _hf_model(variant: str, seed: int, config: str) -> tuple[Any, torch.Tensor]:
 
     torch.manual_seed(seed)
     family = variant.partition("-")[0]
-    model = transformers.AutoModelForCausalLM.from_config(hf_config(variant), attn_implementation="eager")
+    kind = transformers.AutoModelForImageTextToText if variant in VISION else transformers.AutoModelForCausalLM
+    model = kind.from_config(hf_config(variant), attn_implementation="eager")
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "norm" in name:
                 p.uniform_(0.5, 1.5)
-                if name in ("model.norm.weight", "model.embedding_norm.weight") and family in TIED:
+                if from_hf(name) in ("norm.weight", "embedding_norm.weight") and family in TIED:
                     p[::2] *= -1  # a tied head would say its own input again and again
                 p.sub_(1.0 if family.startswith("gemma") else 0.0)  # theirs is the weight less one
             elif name.endswith("bias"):
@@ -201,6 +255,15 @@ def make_folder(variant: str, folder: Path) -> Path:
     model.save_pretrained(folder)
     make_tokenizer().save(folder)
     return folder
+
+
+def load_hf(folder: Path, **options: Any) -> Any:
+    """A folder in transformers' class for what it holds, in fp32."""
+    import transformers
+
+    vision = "vision_config" in json.loads((folder / "config.json").read_text())
+    kind = transformers.AutoModelForImageTextToText if vision else transformers.AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **options)
 
 
 def make_tokenizer() -> Any:

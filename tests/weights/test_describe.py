@@ -35,9 +35,9 @@ def test_doctor_explains_a_base(tiny_folder: Any, tmp_path: Path, capsys: Captur
         assert main(["doctor", str(other), *flags]) == 2
         said = capsys.readouterr()
         assert "mamba" in said.out and said.err.startswith("graftune: ") and said.err.count("\n") == 1
-        assert "architecture 'mamba' is not known" in said.err
+        assert "architecture 'mamba' has Mamba layers, which are not supported" in said.err
     facts = json.loads(said.out)
-    assert not facts["trainable"] and "not known" in facts["why_not"] and facts["weights"].startswith("F32 ")
+    assert not facts["trainable"] and "not supported" in facts["why_not"] and facts["weights"].startswith("F32 ")
     assert main(["doctor", str(tmp_path / "nothing")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -49,7 +49,7 @@ def test_doctor_explains_files_that_do_not_open(tmp_path: Path, capsys: Capture)
     said = capsys.readouterr()
     facts = json.loads(said.out)
     assert facts["architecture"] == "mamba" and facts["name"] == "Snake" and "F32" in facts["weights"]
-    assert "architecture 'mamba' is not known" in said.err and said.err.count("\n") == 1
+    assert "architecture 'mamba' has Mamba layers, which are not supported" in said.err and said.err.count("\n") == 1
     whole = path.read_bytes()
     for keep in (0, 3, 50, len(whole) // 2):
         path.unlink()

@@ -15,13 +15,14 @@ from graftune.errors import GraftuneError
 from graftune.exporting.gguf_file import encoded, write_gguf
 from graftune.exporting.gguf_mix import TYPES, tensor_kind
 from graftune.exporting.gguf_vocab import CONTROL, vocabulary
+from graftune.io.json_file import read_object
 from graftune.model.families import family_of
 from graftune.model.frozen.tensor_rows import TensorRows
 from graftune.model.rotary import RopeSpec
 from graftune.weights import experts, rows
 from graftune.weights.base import Base, open_base
 from graftune.weights.gguf_io import header_bytes, read_gguf
-from graftune.weights.streamed import UNWATCHED, OutputTensor, Watcher
+from graftune.weights.streamed import UNWATCHED, OutputTensor, Watcher, carried_outputs
 
 # True of the file that was read, not of what is written now; and templates, of which one is checked and written.
 _DROPPED = ("split.", "quantize.imatrix.", "general.alignment", "tokenizer.chat_template")
@@ -44,7 +45,7 @@ def gguf_tensors(base: Base, mix: str) -> list[OutputTensor]:
         for name, part in zip(stored_as, rows.divided(source, len(stored_as)), strict=True):
             found.append(OutputTensor(name, part, tensor_kind(name, tuple(part.shape), mix, base.spec)))
     found += [OutputTensor(n, s, tensor_kind(n, tuple(s.shape), mix, base.spec)) for n, s in stacks.items()]
-    return found
+    return [*found, *carried_outputs(base.carried_to("gguf"))]
 
 
 def _place(name: str) -> tuple[int, int]:
@@ -94,7 +95,10 @@ def _kept_keys(base: Base) -> dict[str, bytes]:
 def _own_keys(base: Base, name: str, end_of_turn: int | None) -> dict[str, bytes]:
     family = family_of(base.spec)
     values = {"general.architecture": family.arch, "general.type": "model", "general.name": name}
-    values |= {f"{family.arch}.{key}": value for key, value in family.gguf_keys(base.spec, base.name).items()}
+    of_model = family.gguf_keys(base.spec, base.name)
+    if base.config_file is not None:
+        of_model |= family.gguf_vision_keys(read_object(base.config_file))
+    values |= {f"{family.arch}.{key}": value for key, value in of_model.items()}
     keys = {key: encoded(value) for key, value in values.items()}
     return keys | vocabulary(base.tokenizer, base.spec.vocab, end_of_turn)
 

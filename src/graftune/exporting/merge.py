@@ -26,6 +26,7 @@ from graftune.settings.config import TARGETS, LoraConfig
 from graftune.weights import experts
 from graftune.weights.adapter_fit import Adapter, check_tables, fitted
 from graftune.weights.base import Base, with_new_tokens
+from graftune.weights.carried import CarriedTensor
 from graftune.weights.rows import Over, Reordered, RowRange
 from graftune.weights.streamed import OutputTensor
 
@@ -258,6 +259,7 @@ class Survival:
 
     def on_piece(self, tensor: OutputTensor, start: int, stop: int, stored: Callable[[int], torch.Tensor]) -> None:
         """`stored`: so many rows of the piece, as they were stored."""
+        assert not isinstance(tensor.source, CarriedTensor)  # copied whole
         self._measure(tensor.source, start, stop, stored, DTYPES.get(tensor.kind))
 
     def _measure(

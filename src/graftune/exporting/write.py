@@ -19,7 +19,7 @@ from graftune.errors import GraftuneError
 from graftune.exporting.merge import Survival, combine, merge
 from graftune.exporting.target import ExportSource, find, run_facts
 from graftune.io.files import new_file, write_file
-from graftune.model.families import family_of
+from graftune.model.families import family_of, with_text_values
 from graftune.model.frozen import RowSource
 from graftune.model.frozen.formats import stored_format
 from graftune.model.frozen.tensor_rows import DTYPES, NAMES
@@ -28,6 +28,7 @@ from graftune.observe.memory import human_bytes
 from graftune.weights.adapter import Adapter, is_adapter, write_adapter
 from graftune.weights.apr import save_apr
 from graftune.weights.base import Base, with_new_tokens
+from graftune.weights.carried import CarriedTensor
 from graftune.weights.finite import naming_nonfinite
 from graftune.weights.model import hf_config, is_model, write_model
 from graftune.weights.streamed import OutputTensor, Watcher
@@ -75,6 +76,9 @@ def export(
     writers = {"peft": _peft, "merged": _merged, "gguf-lora": _gguf_lora, "gguf": _gguf, "apr": _apr}
     with _folder_of(place), naming_nonfinite(source.base):  # only the adapter was checked when it was loaded
         done: Exported = writers[to](source, place, kind, console)
+    written = {"merged": "safetensors", "gguf": "gguf"}.get(to)
+    if written and (left := source.base.carried.keys() - source.base.carried_to(written).keys()):
+        done.notes.append(f"{len(left)} tensors outside the text model are not in this export, such as {min(left)}")
     if note := source.base.tokenizer.refused_template:
         done.notes.append(note)
     done.facts = {"to": to, "path": str(place), "bytes": _size(place)} | done.facts
@@ -214,10 +218,12 @@ def _merged(source: ExportSource, place: Path, kind: str, console: Console) -> E
     tensors = {n: t for n, t in whole.tensors.items() if not (n == "lm_head.weight" and whole.spec.tied)}
     dtypes = {n: _dtype(n, source.base, kind) for n in tensors}
     need = {n: torch.Size(t.shape).numel() * dtypes[n].itemsize for n, t in tensors.items()}
+    carried = whole.carried_to("safetensors")
+    need |= {name: tensor.nbytes for name, tensor in carried.items()}
     _require_space(place, sum(need.values()))
     survival = Survival()
-    config = hf_config(whole) | {"vocab_size": whole.spec.vocab}
-    with _watched(len(tensors), sum(need.values()), survival, bool(source.adapters), console) as watcher:
+    config = with_text_values(hf_config(whole), {"vocab_size": whole.spec.vocab})
+    with _watched(len(tensors) + len(carried), sum(need.values()), survival, bool(source.adapters), console) as watcher:
         write_model(place, tensors, dtypes, whole, config, watcher=watcher)
     used = sorted({NAMES[d] for n, d in dtypes.items() if len(tensors[n].shape) > 1})
     done = Exported(place, sorted(place.iterdir()), {"type": "+".join(used)})
@@ -283,6 +289,7 @@ def _watched(count: int, total: int, survival: Survival, merging: bool, console:
                 bar.label = "reading back"
             else:
                 doing = "quantising" if tensor.kind not in DTYPES else "merging" if merging else "writing"
+                doing = "copying" if isinstance(tensor.source, CarriedTensor) else doing
                 place = seen.setdefault(tensor.name, len(seen) + 1)
                 bar.label = f"{doing} {tensor.name} ({place} of {count})"
             bar.update(bar.total if tensor is None else written * bar.total // max(1, total))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from graftune import tokenizer as tok
 from graftune.errors import GraftuneError
 from graftune.io import digest
 from graftune.io.files import check_inside
-from graftune.model.families import family_of, from_config, from_gguf
+from graftune.model.families import family_of, from_config, from_gguf, is_multimodal
 from graftune.model.families.rope import GGUF_TENSORS
 from graftune.model.frozen import RowSource
 from graftune.model.frozen.formats import assembled, check_quantisation
@@ -26,7 +27,11 @@ from graftune.model.spec import ModelSpec
 from graftune.settings.recognise import default_base
 from graftune.weights import experts, hub, names, safetensors_io
 from graftune.weights import rows as rows_
+from graftune.weights.carried import CarriedTensor
+from graftune.weights.names import NamingScheme
 from graftune.weights.opening import read_json
+
+PREDICTION = "mtp."  # a folder's blocks that predict further tokens
 
 
 @dataclass
@@ -39,6 +44,9 @@ class Base:
     tensors: Mapping[str, RowSource] = field(repr=False)  # by our names
     parts: tuple[Path, ...] = ()  # the files of a GGUF; `path` is the first
     from_hub: bool = False
+    carried: Mapping[str, CarriedTensor] = field(default_factory=dict, repr=False)  # by the file's names: never loaded
+    scheme: NamingScheme = names.TEXT  # of a folder's tensors
+    multimodal: bool = False  # a folder whose configuration also describes a vision tower: adapters are named so
 
     @functools.cached_property
     def sha256(self) -> str:
@@ -64,6 +72,10 @@ class Base:
     def folder(self) -> Path:
         """The folder of the weights and the files beside them."""
         return self.path if self.path.is_dir() else self.path.parent
+
+    def carried_to(self, kind: str) -> Mapping[str, CarriedTensor]:
+        """The tensors outside the text model that an export of this kind has a place for."""
+        return self.carried if self.kind == kind else {}
 
     @property
     def config_file(self) -> Path | None:
@@ -206,7 +218,12 @@ def _open_gguf(name: str, path: Path) -> Base:
         spec = _checked_spec(from_gguf(file.metadata, file.tensors, str(path)), path)
     tensors: dict[str, RowSource] = {}
     family = family_of(spec)
+    layers, carried = len(spec.layers), {}
     for gguf_name, tensor in file.tensors.items():
+        block = re.match(r"blk\.(\d+)\.", gguf_name)
+        if block and layers <= int(block[1]) < layers + family.prediction_blocks(file.metadata):
+            carried[gguf_name] = CarriedTensor(tensor.shape, tensor.dtype_name, tensor.blocks.reshape(-1))
+            continue
         split = experts.from_gguf(gguf_name, tensor) if spec.experts else None
         if split is not None:
             tensors.update(split)
@@ -216,17 +233,29 @@ def _open_gguf(name: str, path: Path) -> Base:
             continue
         ours = ours or gguf_name  # _check_tensors refuses it by name
         tensors[ours] = rows_.from_file(tensor, "gguf", spec, ours)
-    return Base(name, path, "gguf", spec, tok.from_gguf(file.metadata), tensors, parts)
+    return Base(name, path, "gguf", spec, tok.from_gguf(file.metadata), tensors, parts, carried=carried)
 
 
 def _open_folder(name: str, folder: Path) -> Base:
     described = _open_config(name, _config_in(folder))
-    found = assembled(safetensors_io.open_folder(folder), folder)
+    stored = safetensors_io.open_folder(folder)
+    scheme = names.scheme_of(stored)
+    outside = {n: t for n, t in stored.items() if _is_outside(n, scheme, described.multimodal)}
+    found = assembled({n: t for n, t in stored.items() if n not in outside}, folder)
     tensors = {names.from_hf(n): t for n, t in found.items() if not n.endswith("rotary_emb.inv_freq")}
     tensors = {n: rows_.from_file(t, "folder", described.spec, n) for n, t in tensors.items()}
     if described.spec.experts:
         tensors = experts.from_folder(tensors, described.spec)
-    return dataclasses.replace(described, path=folder, kind="safetensors", tensors=tensors)
+    carried = safetensors_io.carried(outside)
+    return dataclasses.replace(
+        described, path=folder, kind="safetensors", tensors=tensors, carried=carried, scheme=scheme
+    )
+
+
+def _is_outside(name: str, scheme: NamingScheme, multimodal: bool) -> bool:
+    """Whether a folder's tensor is not one of the text model. Of a folder that says it holds a text model alone, other
+    tensors are refused by name."""
+    return name.startswith(PREDICTION) or (multimodal and scheme.ours(name) is None)
 
 
 def _config_in(folder: Path) -> Path:
@@ -242,4 +271,5 @@ def _open_config(name: str, config: Path) -> Base:
     with _sound(config):
         check_quantisation(values.get("quantization_config"), str(config))
         spec = _checked_spec(from_config(values, str(config)), config)
-    return Base(name, config, "config", spec, tok.from_folder(config.parent), {})
+    tokenizer = tok.from_folder(config.parent)
+    return Base(name, config, "config", spec, tokenizer, {}, multimodal=is_multimodal(values))

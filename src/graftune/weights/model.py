@@ -1,7 +1,9 @@
 """Writes a whole model as a Hugging Face folder: the result of full training, or of merging.
 
 The configuration is the base's own where it has one, so that settings only other programs read survive; a GGUF's is
-written from the spec. Weights go out a few rows at a time under Hugging Face's names, a tied head once.
+written from the spec. Weights go out a few rows at a time under the names of the base's folder, a tied head once. What
+a text-and-vision checkpoint has beside its text model is copied: its other tensors, its configuration and the files of
+its processors.
 """
 
 from __future__ import annotations
@@ -18,15 +20,24 @@ from graftune.errors import GraftuneError
 from graftune.io.files import check_inside, new_folder
 from graftune.io.json_file import read_object
 from graftune.model.arena import Arena
-from graftune.model.families import family_of
+from graftune.model.families import family_of, with_text_values
 from graftune.model.frozen import RowSource
 from graftune.model.frozen.tensor_rows import NAMES, TensorRows
-from graftune.weights import names, rows, safetensors_io
+from graftune.weights import rows, safetensors_io
 from graftune.weights.base import Base, open_base
-from graftune.weights.streamed import UNWATCHED, OutputTensor, Watcher, check_safetensors, write_safetensors
+from graftune.weights.streamed import (
+    UNWATCHED,
+    OutputTensor,
+    Watcher,
+    carried_outputs,
+    check_safetensors,
+    write_safetensors,
+)
 
 SHARD_BYTES = 4 << 30
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+TOKENIZER = "tokenizer_config.json"
+_PROCESSOR_KEYS = ("processor_class", "extra_special_tokens", "model_specific_special_tokens")
 _PROBE = "Hello, World! It's 1234 o'clock:\n\n  \u00fcber \u65e5\u672c\u8a9e \U0001f44d"
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -65,20 +76,22 @@ def write_model(
     What is at `folder` is replaced."""
     tensors = [
         OutputTensor(
-            names.to_hf(family_of(base.spec).to_folder(name)),
+            base.scheme.of(family_of(base.spec).to_folder(name)),
             rows.to_file(source, "folder", base.spec, name),
             NAMES[dtypes[name]],
         )
         for name, source in sources.items()
     ]
+    carried = carried_outputs(base.carried_to("safetensors"))
     with new_folder(folder) as aside:
-        sums = _write_weights(aside, tensors, shard_bytes, watcher)
+        sums = _write_weights(aside, [*tensors, *carried], shard_bytes, watcher)
         counts = Counter(t.kind for t in tensors if len(t.source.shape) > 1)
         dtype = _DTYPES[counts.most_common(1)[0][0]]
         _write_json(aside / CONFIG, config | {"dtype": dtype, "torch_dtype": dtype})
         _write_json(aside / "generation_config.json", _generation(base))
         base.tokenizer.save(aside)
-        check_safetensors(safetensors_io.open_folder(aside), tensors, sums, aside)
+        _copy_processors(aside, base)
+        check_safetensors(safetensors_io.open_folder(aside), [*tensors, *carried], sums, aside)
         _check(aside, sources, base)
 
 
@@ -86,6 +99,7 @@ def _check(folder: Path, sources: Mapping[str, RowSource], base: Base) -> None:
     """The folder opens as a base of the same shape, and its tokenizer gives the same ids."""
     back = open_base(str(folder))
     same = base.tokenizer.encode(_PROBE) == back.tokenizer.encode(_PROBE)
+    same = same and set(back.carried) == set(base.carried_to("safetensors"))
     if set(back.tensors) != set(sources) or not same or back.spec.attention != base.spec.attention:
         raise GraftuneError("reads back as another model", where=str(folder), fix="report this, with its base")
 
@@ -120,7 +134,7 @@ def _shards(tensors: list[OutputTensor], limit: int) -> Iterator[list[OutputTens
 def hf_config(base: Base) -> dict[str, Any]:
     """Its config.json. A GGUF whose rope no configuration can say is refused, before a run rather than after it."""
     if base.config_file is not None:
-        values = read_object(base.config_file) | {"tie_word_embeddings": base.spec.tied}
+        values = with_text_values(read_object(base.config_file), {"tie_word_embeddings": base.spec.tied})
         values.pop("quantization_config", None)  # of a prequantised base: what is saved is not
         values.pop("auto_map", None)  # names code of the base's repository, which the saved model does not need
         return values
@@ -139,6 +153,23 @@ def _generation(base: Base) -> dict[str, Any]:
         return read_object(file)
     tokenizer = base.tokenizer
     return {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.stop_ids) or tokenizer.eos_id}
+
+
+def _copy_processors(folder: Path, base: Base) -> None:
+    """Copies what programs need to read images with a text-and-vision checkpoint: the files of its processors, and the
+    tokens in tokenizer_config.json that a text model has no use for."""
+    if not base.multimodal:
+        return
+    for file in base.folder.glob("*processor_config.json"):
+        check_inside(file)
+        (folder / file.name).write_bytes(file.read_bytes())
+    settings = base.folder / TOKENIZER
+    if not settings.is_file():
+        return
+    check_inside(settings)
+    ours, theirs = read_object(folder / TOKENIZER), read_object(settings)
+    kept = {k: v for k, v in theirs.items() if k.endswith("_token") or k in _PROCESSOR_KEYS}
+    _write_json(folder / TOKENIZER, kept | ours)
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

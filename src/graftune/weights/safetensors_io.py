@@ -5,18 +5,22 @@ The safetensors package maps the file and checks its header; a tensor is read in
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from graftune.errors import GraftuneError
 from graftune.io.files import check_plain, new_file
+from graftune.weights.carried import CarriedTensor
 from graftune.weights.opening import read_json
 
 MOST_DIMENSIONS = 8
@@ -27,6 +31,7 @@ _SIZES = {"BF16": 2, "F16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8
 class SafetensorsTensor:
     """One tensor of an open shard (a RowSource)."""
 
+    file: Path
     shard: Any
     name: str
     shape: tuple[int, ...]
@@ -47,6 +52,28 @@ class SafetensorsTensor:
 
     def values(self) -> torch.Tensor:
         return self.shard.get_tensor(self.name)
+
+
+def carried(tensors: Mapping[str, SafetensorsTensor]) -> dict[str, CarriedTensor]:
+    """The tensors as bytes of their files, of any dtype; nothing but the headers is read."""
+    files = {tensor.file: _FileBytes(tensor.file) for tensor in tensors.values()}
+    return {
+        name: CarriedTensor(tensor.shape, tensor.dtype_name, files[tensor.file].of(tensor.name))
+        for name, tensor in tensors.items()
+    }
+
+
+class _FileBytes:
+    """The map of a file that `open_shard` has checked, and where its tensors are."""
+
+    def __init__(self, file: Path):
+        self.data = np.memmap(file, np.uint8, "r")
+        self.start = 8 + int.from_bytes(self.data[:8].tobytes(), "little")
+        self.header = json.loads(self.data[8 : self.start].tobytes())
+
+    def of(self, name: str) -> np.ndarray[Any, Any]:
+        first, last = self.header[name]["data_offsets"]
+        return self.data[self.start + first : self.start + last]
 
 
 # A plain file name: no folder, not hidden, and short enough for file systems.
@@ -105,7 +132,7 @@ def _tensors(file: Path) -> dict[str, SafetensorsTensor]:
     found = {}
     for name in shard.keys():  # noqa: SIM118  safe_open is no mapping
         piece = shard.get_slice(name)
-        found[name] = SafetensorsTensor(shard, name, tuple(piece.get_shape()), piece.get_dtype())
+        found[name] = SafetensorsTensor(file, shard, name, tuple(piece.get_shape()), piece.get_dtype())
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,8 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.kernels.gguf_dequant import KINDS, dequantise
 from graftune.model.frozen import RowSource
+from graftune.weights import safetensors_io
+from graftune.weights.carried import CarriedTensor
 from graftune.weights.gguf_quant import quantise
 
 PIECE_BYTES = 8 << 20  # fp32 bytes of a weight that exist at once
@@ -30,11 +32,13 @@ class OutputTensor:
     """A tensor that is to be written to a file."""
 
     name: str
-    source: RowSource
-    kind: str  # F32, BF16, Q8_0, ...
+    source: RowSource | CarriedTensor
+    kind: str  # F32, BF16, Q8_0, ...; of a carried tensor its own, which may be any
 
     @property
     def nbytes(self) -> int:
+        if isinstance(self.source, CarriedTensor):
+            return self.source.nbytes
         block = KINDS[self.kind]
         return math.prod(self.source.shape) // block.values * block.bytes
 
@@ -75,6 +79,12 @@ def write_tensor(file: BinaryIO, tensor: OutputTensor, watcher: Watcher = UNWATC
     """Appends the tensor to the file and returns its checksum."""
     check = 0
     watcher.on_bytes(tensor, 0)
+    if isinstance(tensor.source, CarriedTensor):
+        for piece in tensor.source.pieces():
+            file.write(piece)
+            check = zlib.crc32(piece, check)
+            watcher.on_bytes(tensor, piece.nbytes)
+        return check
     for start, stop, values in pieces(tensor.source):
         try:
             blocks = quantise(values.reshape(-1, values.shape[-1]), tensor.kind)
@@ -93,6 +103,11 @@ def _first_rows(blocks: torch.Tensor, kind: str, shape: tuple[int, ...], rows: i
     out = torch.empty(len(blocks), shape[-1])
     dequantise(blocks, kind, out)
     return out.view(-1, *shape[1:])
+
+
+def carried_outputs(tensors: Mapping[str, CarriedTensor]) -> list[OutputTensor]:
+    """The tensors as they are, for an export of the same format."""
+    return [OutputTensor(name, tensor, tensor.dtype_name) for name, tensor in tensors.items()]
 
 
 def check_tensor(tensor: OutputTensor, back: RowSource, stored: Iterable[Any], checksum: int, where: Path) -> None:
@@ -132,8 +147,12 @@ def check_safetensors(found: Any, tensors: Sequence[OutputTensor], sums: dict[st
     """`found`: the tensors that our reader finds in the files."""
     if set(found) != {tensor.name for tensor in tensors}:
         raise misread("other tensors than were written", where)
+    carried = {t.name for t in tensors if isinstance(t.source, CarriedTensor)}
+    as_bytes = safetensors_io.carried({name: found[name] for name in carried})
     for tensor in tensors:
-        check_tensor(tensor, found[tensor.name], _stored(found[tensor.name]), sums[tensor.name], where)
+        back = found[tensor.name]
+        stored = as_bytes[tensor.name].pieces() if tensor.name in carried else _stored(back)
+        check_tensor(tensor, back, stored, sums[tensor.name], where)
 
 
 def _stored(tensor: RowSource) -> Iterator[memoryview]:

@@ -12,13 +12,15 @@ from typing import Any
 from graftune.errors import GraftuneError
 from graftune.model.families.common import Family
 from graftune.model.families.exaone import EXAONE
-from graftune.model.families.gemma import GEMMA, REFUSED
+from graftune.model.families.gemma import GEMMA
 from graftune.model.families.granite import GRANITE
 from graftune.model.families.lfm2 import LFM2
 from graftune.model.families.llama import LLAMA
 from graftune.model.families.olmo import OLMO
 from graftune.model.families.phi import PHI
 from graftune.model.families.qwen import QWEN
+from graftune.model.families.reading import Config
+from graftune.model.families.refused import REFUSED
 from graftune.model.spec import ModelSpec
 from graftune.settings.config import TARGETS
 
@@ -43,15 +45,39 @@ def family_of(spec: ModelSpec) -> Family:
     return FAMILIES[spec.family]
 
 
-def from_config(config: Mapping[str, Any], where: str) -> ModelSpec:
-    """The spec that Hugging Face's config.json describes, in the spellings of old and new checkpoints."""
+def is_multimodal(config: Config) -> bool:
+    """Whether a config.json describes a text-and-vision checkpoint, whose text model stands under `text_config`."""
+    return any(str(config.get("model_type", "")) in family.outer for family in FAMILIES.values())
+
+
+def from_config(config: Config, where: str) -> ModelSpec:
+    """The spec that Hugging Face's config.json describes, in the spellings of old and new checkpoints. Of a
+    text-and-vision checkpoint it is that of the text model."""
     model_type = str(config.get("model_type", ""))
-    if model_type not in MODEL_TYPES:
-        raise _unknown(model_type, where)
-    return MODEL_TYPES[model_type].spec(config, where)
+    if not is_multimodal(config):
+        if model_type not in MODEL_TYPES:
+            raise _unknown(model_type, where)
+        return MODEL_TYPES[model_type].spec(config, where)
+    inside = {family.hf_type: family for family in FAMILIES.values() if model_type in family.outer}
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        raise GraftuneError("has no text_config", where=where, fix="download the model again")
+    text_type = str(text.get("model_type") or next(iter(inside)))
+    if text_type not in inside:
+        raise _unknown(text_type, where)
+    tied = config.get("tie_word_embeddings")  # transformers goes by this one
+    return inside[text_type].spec(dict(text) | ({} if tied is None else {"tie_word_embeddings": tied}), where)
 
 
-def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any], where: str) -> ModelSpec:
+def with_text_values(config: Config, values: Config) -> dict[str, Any]:
+    """A config.json with these values of its text model."""
+    if not is_multimodal(config):
+        return dict(config) | dict(values)
+    changed = dict(config) | {"text_config": dict(config["text_config"]) | dict(values)}
+    return changed | {key: values[key] for key in ("tie_word_embeddings",) if key in values}
+
+
+def from_gguf(metadata: Config, tensors: Mapping[str, Any], where: str) -> ModelSpec:
     """The spec that GGUF metadata describes. `tensors` (name -> anything with a shape) decides what it leaves open."""
     arch = str(metadata.get("general.architecture", ""))
     found = [family for family in FAMILIES.values() if family.arch == arch]
@@ -71,6 +97,6 @@ def by_architecture(arch: str) -> Family | None:
 def _unknown(model_type: str, where: str) -> GraftuneError:
     if model_type in REFUSED:
         what, fix = REFUSED[model_type]
-        return GraftuneError(what, where=where, fix=fix)
+        return GraftuneError(f"architecture {model_type!r} {what}", where=where, fix=fix)
     known = ", ".join(sorted(FAMILIES))
     return GraftuneError(f"architecture {model_type or 'none'!r} is not known", where=where, fix=f"known are {known}")

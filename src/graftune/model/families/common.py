@@ -65,6 +65,7 @@ class Family:
     hf_class: str
     model_type: str = ""  # Hugging Face's name for it; "": `name`
     architecture: str = ""  # GGUF's name for it; "": `name`
+    outer: tuple[str, ...] = ()  # model types of text-and-vision checkpoints whose text_config is of this family
     gguf_marker: str = ""  # a key that tells its GGUFs from others of the same architecture
     defaults: Config = field(default_factory=dict)  # what transformers takes where a configuration leaves it out
     norms: tuple[str | None, ...] = BEFORE
@@ -213,6 +214,10 @@ class Family:
         spelled = {ours: f"{self.arch}.{theirs}" for ours, theirs in self.all_keys.items()}
         return self.spec(self.gguf_config(metadata, tensors, where), where, spelled)
 
+    def prediction_blocks(self, metadata: Config) -> int:
+        """How many of a GGUF's last blocks predict further tokens: they are no layers of the model."""
+        return int(metadata.get(f"{self.arch}.nextn_predict_layers") or 0)
+
     def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
         """GGUF metadata as a configuration; `tensors` (name -> anything with a shape) decides what it leaves open."""
         if bool(metadata.get(f"{self.arch}.expert_count")) != bool(self.experts_key):
@@ -222,7 +227,10 @@ class Family:
             )
         stored = {ours: metadata.get(f"{self.arch}.{theirs}") for ours, theirs in self.all_keys.items()}
         config = {ours: value for ours, value in stored.items() if value is not None}
-        get = Getter(config, where, {})
+        spelled = {ours: f"{self.arch}.{theirs}" for ours, theirs in self.all_keys.items()}
+        get, blocks = Getter(config, where, spelled), self.prediction_blocks(metadata)
+        if blocks:
+            config["num_hidden_layers"] = get.layers() - blocks
         config |= {
             "vocab_size": int(tensors["token_embd.weight"].shape[0]),
             "tie_word_embeddings": "output.weight" not in tensors,
@@ -232,7 +240,6 @@ class Family:
             "sliding_window": config.get("sliding_window"),
             "norm_topk_prob": True,
         }
-        spelled = {ours: f"{self.arch}.{theirs}" for ours, theirs in self.all_keys.items()}
         head_width = self.head_width(Getter(config, where, spelled))
         rotated = metadata.get(f"{self.arch}.rope.dimension_count", head_width)
         config["partial_rotary_factor"] = rotated / head_width
@@ -240,7 +247,8 @@ class Family:
         config["rope_scaling"] = rope.gguf_scaling(metadata, tensors, self.arch, head_width, where)
         pattern = metadata.get(f"{self.arch}.attention.sliding_window_pattern")
         if isinstance(pattern, list):
-            kinds = ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
+            windows = pattern[: len(pattern) - blocks]
+            kinds = ["sliding_attention" if windowed else "full_attention" for windowed in windows]
             return config | {"layer_types": kinds, "use_sliding_window": True}
         return config | {"sliding_window_pattern": pattern}
 
@@ -336,6 +344,11 @@ class Family:
             "vocab_size": spec.vocab,
             **rope.gguf_keys(full),
         }
+
+    def gguf_vision_keys(self, config: Config) -> dict[str, Any]:
+        """Keys of a GGUF that follow from config.json and not from the spec: a text model computes the same without
+        them, and a vision tower beside it needs them."""
+        return {}
 
     def gguf_rope_tensors(self, spec: ModelSpec) -> dict[str, torch.Tensor]:
         return rope.gguf_tensors(self.written_ropes(spec)[0])

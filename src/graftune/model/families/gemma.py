@@ -105,6 +105,7 @@ GEMMA = (
         "gemma3",
         "Gemma3ForCausalLM",
         model_type="gemma3_text",
+        outer=("gemma3",),
         defaults=DEFAULTS | {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
         qk_norm=True,
         pattern=6,
@@ -113,10 +114,3 @@ GEMMA = (
         **COMMON,
     ),
 )
-# Model types that are refused with a sentence of their own.
-REFUSED = {
-    "gemma3": (
-        "is a model of text and images",
-        "give the text model (gemma3_text) or its GGUF, which holds the text part alone",
-    ),
-}

@@ -1,4 +1,5 @@
-"""Qwen 2, with a bias on queries, keys and values; Qwen 3, with a norm on queries and keys, dense and with experts."""
+"""Qwen 2, with a bias on queries, keys and values; Qwen 3, with a norm on queries and keys, dense and with experts; and
+the text model of Qwen3-VL, whose rope over three positions is the plain one where there are no images."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graftune.model.families.common import Family
+from graftune.model.families.reading import Config
 from graftune.model.spec import ModelSpec
 
 
@@ -15,9 +17,40 @@ class Qwen3Moe(Family):
         return super().config(spec, where) | {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
+@dataclass(frozen=True)
+class Qwen3Vl(Family):
+    """transformers has no class for the text model alone, which computes what Qwen 3 does."""
+
+    def config(self, spec: ModelSpec, where: str = "") -> dict[str, Any]:
+        return super().config(spec, where) | {"model_type": "qwen3"}
+
+    def gguf_keys(self, spec: ModelSpec, where: str) -> dict[str, Any]:
+        """llama.cpp wants the shares of a head that time, height and width rotate, also of a text model."""
+        pairs = self.written_ropes(spec)[0].width // 2
+        side = pairs * 5 // 16
+        return super().gguf_keys(spec, where) | {"rope.dimension_sections": [pairs - 2 * side, side, side, 0]}
+
+    def gguf_vision_keys(self, config: Config) -> dict[str, Any]:
+        text, vision = config.get("text_config") or {}, config.get("vision_config") or {}
+        rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        found: dict[str, Any] = {"n_deepstack_layers": len(vision.get("deepstack_visual_indexes") or ())}
+        if rope.get("mrope_section"):
+            found["rope.dimension_sections"] = [*rope["mrope_section"], 0, 0][:4]
+        return found
+
+
 QWEN = (
     Family("qwen2", "Qwen2ForCausalLM", bias=True, windows="configured", layers_of_70b=80),
     Family("qwen3", "Qwen3ForCausalLM", qk_norm=True, windows="configured"),
+    Qwen3Vl(
+        "qwen3_vl",
+        "Qwen3ForCausalLM",
+        model_type="qwen3_vl_text",
+        outer=("qwen3_vl",),
+        architecture="qwen3vl",
+        defaults={"rope_theta": 500_000.0},
+        qk_norm=True,
+    ),
     Qwen3Moe(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",

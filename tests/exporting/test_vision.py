@@ -1,0 +1,178 @@
+"""Text-and-vision checkpoints: only the text model is read, and exports carry everything else over byte for byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from graftune.api import export
+from graftune.errors import GraftuneError
+from graftune.weights.base import open_base
+from graftune.weights.carried import CarriedTensor
+from graftune.weights.gguf_io import read_gguf
+from graftune.weights.model import hf_config, save_model
+from graftune.weights.safetensors_io import weight_files
+from tests.exporting import models
+from tests.exporting.judges import opened
+from tests.parity.test_full import transformers_logits
+from tests.support import oracle, tiny
+from tests.weights import tiny_gguf
+
+VISION = list(tiny.VISION)
+PROCESSOR = '{"image_size": 8,   "patch_size": 4}\n'
+
+
+def make_folder(variant: str, folder: Path, shard: str = "1GB") -> Path:
+    """With an image processor, a block that predicts further tokens, and a scalar of another type."""
+    models.make_folder(variant, folder)
+    model = tiny.hf_model(variant)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    model.save_pretrained(folder, max_shard_size=shard)
+    (folder / "preprocessor_config.json").write_text(PROCESSOR)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"image_token": "z"}))
+    files = weight_files(folder)
+    more = {"mtp.fc.weight": torch.randn(3, 5).to(torch.bfloat16), "mtp.count": torch.tensor(7)}
+    if len(files) > 1:
+        save_file(more, folder / "model-mtp.safetensors", {"format": "pt"})
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        index["weight_map"] |= dict.fromkeys(more, "model-mtp.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        save_file({**stored_tensors(folder), **more}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: t for file in weight_files(folder) for name, t in load_file(folder / file).items()}
+
+
+def stored_bytes(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """(type, shape, bytes) of every tensor, by the files' own headers."""
+    found = {}
+    for file in weight_files(folder):
+        data = (folder / file).read_bytes()
+        start = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:start])
+        for name, entry in header.items():
+            if name != "__metadata__":
+                first, last = entry["data_offsets"]
+                found[name] = (entry["dtype"], tuple(entry["shape"]), data[start + first : start + last])
+    return found
+
+
+def is_text(name: str) -> bool:
+    return "language_model" in name or "lm_head" in name
+
+
+def trained(folder: Path, out: Path, **settings: Any) -> Path:
+    """An adapter that changes what the model says."""
+    run = opened(folder, rank=2, **settings)
+    arena = run.parts.arena
+    arena.weights.add_(torch.randn(len(arena.weights), generator=torch.Generator().manual_seed(1)), alpha=0.2)
+    arena.publish()
+    return run.save(out)
+
+
+@pytest.mark.parametrize("variant", VISION)
+@pytest.mark.parametrize("shard", ["1GB", "20KB"])
+def test_a_merged_folder_has_every_tensor_of_its_base(variant: str, shard: str, tmp_path: Path) -> None:
+    folder = make_folder(variant, tmp_path / "model", shard)
+    assert (len(weight_files(folder)) > 3) == (shard == "20KB")
+    adapter = trained(folder, tmp_path / "adapter", targets="qv")
+    merged = export(str(adapter), "merged", out=str(tmp_path / "merged")).path
+    want, got = stored_bytes(folder), stored_bytes(merged)
+    assert set(want) == set(got) and {"mtp.fc.weight", "mtp.count"} < set(want)
+    assert any(is_text(name) for name in want) and any("vision" in n or "visual" in n for n in want)
+    for name, stored in want.items():
+        changed = is_text(name) and name.endswith(("q_proj.weight", "v_proj.weight"))
+        assert (got[name] == stored) != changed, name
+        assert got[name][:2] == stored[:2], name
+    assert (merged / "preprocessor_config.json").read_text() == PROCESSOR
+    assert json.loads((merged / "tokenizer_config.json").read_text())["image_token"] == "z"
+    before, after = (json.loads((f / "config.json").read_text()) for f in (folder, merged))
+    assert after["architectures"] == before["architectures"] and after["model_type"] == before["model_type"]
+    assert after["vision_config"] == before["vision_config"]
+    assert "vocab_size" not in after and after["text_config"] == before["text_config"]
+    documents = [[5, 80, 7, 99, 130], [40, 41]]
+    changed_logits = oracle.ours(merged, random_b=False).logits(documents)
+    assert (transformers_logits(merged, documents) - changed_logits).abs().max() < 1e-4
+    assert (oracle.ours(folder, random_b=False).logits(documents) - changed_logits).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("variant", VISION)
+def test_a_model_that_trained_whole_carries_them_too(variant: str, tmp_path: Path) -> None:
+    folder = make_folder(variant, tmp_path / "model")
+    side = oracle.whole(folder)
+    side.arena.weights.mul_(1.01)
+    save_model(tmp_path / "out", side.arena, side.base, hf_config(side.base), torch.float32, shard_bytes=20_000)
+    want, got = stored_bytes(folder), stored_bytes(tmp_path / "out")
+    assert set(want) == set(got) and len(weight_files(tmp_path / "out")) > 3
+    assert all((want[name] == got[name]) != is_text(name) for name in want)
+
+
+def test_tensors_outside_the_text_model_are_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_folder("gemma3-vision", tmp_path / "model")
+    want = oracle.ours(folder, random_b=False).logits([[5, 80, 7]])
+    tensors = stored_tensors(folder)
+    damage = {n: 0 if t.dtype == torch.int64 else torch.nan for n, t in tensors.items()}
+    broken = {n: t if is_text(n) else torch.full_like(t, damage[n]) for n, t in tensors.items()}
+    save_file(broken, folder / "model.safetensors", {"format": "pt"})
+    monkeypatch.setattr(CarriedTensor, "pieces", lambda self: pytest.fail("a carried tensor is read"))
+    base = open_base(str(folder))
+    assert set(base.carried) == {name for name in tensors if not is_text(name)}
+    assert all(isinstance(t.data, np.memmap) for t in base.carried.values()), "a view of the file"
+    assert torch.equal(oracle.ours(folder, random_b=False).logits([[5, 80, 7]]), want)
+    assert not any("vision" in name or "mtp" in name for name in oracle.whole(folder).arena.slots)
+    monkeypatch.undo()
+    merged = export(str(folder), "merged", out=str(tmp_path / "merged")).path
+    assert stored_bytes(merged) == stored_bytes(folder), "NaN too, to the bit"
+
+
+def test_a_text_folder_with_a_stray_tensor_is_refused(tmp_path: Path) -> None:
+    folder = models.make_folder("llama", tmp_path / "model")
+    tensors = stored_tensors(folder) | {"model.visual.x": torch.ones(2)}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(GraftuneError, match=r"holds visual\.x, which llama models do not have"):
+        open_base(str(folder))
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3"}))
+    with pytest.raises(GraftuneError, match="has no text_config"):
+        open_base(str(folder))
+
+
+def test_blocks_that_predict_further_tokens_are_no_layers(tmp_path: Path) -> None:
+    """They are carried from GGUF to GGUF, in their own types, and a folder has no place for them."""
+    width = tiny.config("qwen3")["hidden_size"]
+    more = {
+        "blk.3.nextn.eh_proj.weight": np.random.default_rng(1).standard_normal((width, 2 * width)).astype(np.float16),
+        "blk.3.attn_norm.weight": np.ones(width, np.float32),
+    }
+    file = tiny_gguf.write(
+        tmp_path / "m.gguf",
+        "qwen3",
+        metadata={"qwen3.block_count": 4, "qwen3.nextn_predict_layers": 1},
+        **{name.replace(".", "__"): value for name, value in more.items()},
+    )
+    plain = tiny_gguf.write(tmp_path / "plain.gguf", "qwen3")
+    base = open_base(str(file))
+    assert base.spec == open_base(str(plain)).spec and set(base.carried) == set(more)
+    assert torch.equal(*(oracle.ours(f, random_b=False).logits([[5, 80, 7]]) for f in (file, plain)))
+    out = export(str(trained(file, tmp_path / "adapter")), "gguf", kind="F32", out=str(tmp_path / "out.gguf")).path
+    before, after = read_gguf(file), read_gguf(out)
+    assert set(before.tensors) == set(after.tensors)
+    for name in more:
+        assert after.tensors[name].kind == before.tensors[name].kind, name
+        assert after.tensors[name].blocks.tobytes() == before.tensors[name].blocks.tobytes(), name
+    assert after.metadata["qwen3.block_count"] == 4 and after.metadata["qwen3.nextn_predict_layers"] == 1
+    done = export(str(file), "merged", out=str(tmp_path / "merged"))
+    assert len(open_base(str(done.path)).spec.layers) == 3
+    assert "2 tensors outside the text model are not in this export" in " ".join(done.notes)
