@@ -8,8 +8,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from graftune.kernels import gated_delta
+from graftune.kernels import gated_delta, launch, rehearsal
 from graftune.kernels.attention import Documents
+from graftune.kernels.gated_delta import tiles
 
 SCALE = 0.7
 
@@ -131,24 +132,137 @@ def test_reference_is_transformers():
         assert off(final, state) < 1e-5
 
 
-def test_a_step_is_the_next_token():
-    for case in (Case((9,), 2, 4), Case((9,), 2, 4, 16, 24, True)):
-        x = inputs(case)
-        want, final, _ = run(case, x, backward=False)
-        state, got = torch.zeros_like(final), torch.empty_like(want[:1])
-        for token in range(9):
-            gated_delta.step_(*(y[token : token + 1] for y in x[:5]), state, SCALE, got, case.tiled)
-            assert off(got[0], want[token]) < 1e-5
-        assert off(state, final) < 1e-5
+@pytest.fixture(params=["reference", "kernels"])
+def both(request, monkeypatch):
+    """Everything below holds for the reference and for the kernels."""
+    monkeypatch.setattr(launch, "fused", lambda x: request.param == "kernels")
+    return request.param
+
+
+@pytest.mark.parametrize("case", [Case((5,), 2, 4), Case((5,), 1, 2, 16, 40, True)])
+def test_a_step_is_the_next_token(both, device, case):
+    x = inputs(case, device=device)
+    want, final, _ = run(case, x, backward=False)
+    state, got = torch.zeros_like(final), torch.empty_like(want[:1])
+    for token in range(len(want)):
+        gated_delta.step_(*(y[token : token + 1] for y in x[:5]), state, SCALE, got, case.tiled)
+        assert off(got[0], want[token]) < 1e-5
+    assert off(state, final) < 1e-5
 
 
 @pytest.mark.parametrize("cut", [64, 70])
-def test_a_document_in_two_parts_is_the_whole(cut):
-    case = Case((100,), 1, 2)
-    x = inputs(case, slow=True)
-    want, want_final, _ = run(case, x, backward=False)
-    first = Inputs(*(y[:cut] for y in x))
-    rest = Inputs(*(y[cut:] for y in x))
-    head, between, _ = run(case._replace(documents=(cut,)), first, backward=False)
-    tail, final, _ = run(case._replace(documents=(100 - cut,)), rest, state=between, backward=False)
+def test_a_document_in_two_parts_is_the_whole(both, device, cut):
+    """Also beside an empty document, whose state stays as it is."""
+    case = Case((100, 0))
+    x = inputs(case, device=device, slow=True)
+    given = torch.ones(2, 1, 16, 16, device=device)
+    want, want_final, _ = run(case, x, state=given, backward=False)
+    first, rest = Inputs(*(y[:cut] for y in x)), Inputs(*(y[cut:] for y in x))
+    head, between, _ = run(case._replace(documents=(cut, 0)), first, state=given, backward=False)
+    tail, final, _ = run(case._replace(documents=(100 - cut, 0)), rest, state=between, backward=False)
     assert off(torch.cat((head, tail)), want) < 1e-5 and off(final, want_final) < 1e-5
+    assert torch.equal(final[1], given[1])
+
+
+def test_documents_do_not_see_each_other(both, device):
+    """With slow decay, to the bit: another document in the middle changes nothing before and behind it. The kernels'
+    results do not depend on the place of a document either; the reference's products may be divided differently."""
+    documents = (3, 70, 64)
+    case = Case(documents, 1, 2)
+    x, other = (inputs(case, device=device, seed=seed, slow=True) for seed in (0, 1))
+    middle = slice(3, 73)
+    changed = Inputs(*(torch.cat((a[:3], b[middle], a[73:])) for a, b in zip(x, other, strict=True)))
+    moved = Inputs(*(torch.cat((y[73:], y[:3], y[middle])) for y in x))
+    results = [run(case, x), run(case, changed), run(case._replace(documents=(64, 3, 70)), moved)]
+    (out, final, grads), (out2, final2, grads2), (out3, final3, grads3) = results
+    assert not torch.equal(out[middle], out2[middle])
+    for a, b, c in ((out, out2, out3), *zip(grads, grads2, grads3, strict=True)):
+        assert torch.equal(a[:3], b[:3]) and torch.equal(a[73:], b[73:])
+        if both == "kernels":
+            assert torch.equal(a, torch.cat((c[64:67], c[67:], c[:64])))
+        else:
+            assert off(a, torch.cat((c[64:67], c[67:], c[:64]))) < 1e-5
+    assert torch.equal(final[0], final2[0]) and torch.equal(final[2], final2[2]) and off(final3[0], final[2]) < 1e-5
+    alone = Inputs(*(y[:3] for y in x))
+    out4, final4, grads4 = run(case._replace(documents=(3,)), alone)
+    for a, b in ((out, out4), *zip(grads, grads4, strict=True)):
+        assert off(b, a[:3]) < 1e-5
+    assert off(final4[0], final[0]) < 1e-5
+
+
+CLOSE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "keep"),
+    [
+        (CASES[0], torch.float32, False),
+        (CASES[1], torch.bfloat16, True),
+        (CASES[2], torch.float16, False),
+        (CASES[3], torch.bfloat16, False),
+        (CASES[4], torch.float32, True),
+    ],
+)
+def test_kernels_are_the_references(monkeypatch, device, poison, honest_rounding, case, dtype, keep):
+    """With q, k and v as columns of one buffer, and their gradients of another, NaN around them."""
+    x = inputs(case, dtype, device, slow=True)
+    want, want_final, want_grads = run(case, Inputs(*(y.float() for y in x)))
+    tokens, shapes = len(x.q), [y.shape[1:] for y in x[:3]]
+    widths = [shape.numel() for shape in shapes]
+
+    def columns():
+        wide = torch.full((tokens + 1, sum(widths) + 8), torch.nan, dtype=dtype, device=device)
+        parts = wide[:tokens, : sum(widths)].split(widths, 1)
+        return wide, [part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    _, given = columns()
+    for to, value in zip(given, x[:3], strict=True):
+        to.copy_(value)
+    wide, grads = columns()
+    out, grad_decay, grad_beta = (torch.full_like(y, torch.nan) for y in (x.v, x.decay, x.beta))
+    docs = Documents.of(case.documents, device)
+    monkeypatch.setattr(launch, "fused", lambda x: True)
+    monkeypatch.setattr(tiles, "KEEP_STATES", keep)
+    saved, final = gated_delta.forward(
+        *given, x.decay, x.beta, docs, SCALE, out, final_state=True, tiled=case.tiled
+    )  # fmt: skip
+    assert len(saved) == (6 if keep else 3)
+    gated_delta.backward(
+        x.grad, *given, x.decay, x.beta, docs, SCALE, saved, tuple(grads), grad_decay, grad_beta, case.tiled
+    )  # fmt: skip
+    assert off(out, want) < CLOSE[dtype] and off(final, want_final) < CLOSE[dtype]
+    for name, got, right in zip(Inputs._fields, (*grads, grad_decay, grad_beta), want_grads, strict=False):
+        assert off(got, right) < CLOSE[dtype] * 2, name
+    assert wide[tokens:].isnan().all() and wide[:, sum(widths) :].isnan().all()
+
+
+@pytest.mark.parametrize("lengths", [(1,), (0, 64, 0, 65, 128, 0), (0, 0, 200), (63, 0)])
+def test_chunk_tables(lengths):
+    docs = Documents.of(lengths)
+    bounds, first = tiles.tables(docs, sum(lengths))
+    want, start = [], 0
+    for length in lengths:
+        want.append([(start + at, start + min(at + 64, length)) for at in range(0, length, 64)])
+        start += length
+    flat = [chunk for chunks in want for chunk in chunks]
+    assert [tuple(row) for row in bounds.tolist()[: len(flat)]] == flat
+    assert all(end <= begin for begin, end in bounds.tolist()[len(flat) :])
+    assert first.tolist() == [sum(map(len, want[:index])) for index in range(len(lengths) + 1)]
+    assert tiles.tables(docs, sum(lengths)).bounds is bounds
+
+
+def test_a_rehearsal_launches_every_kernel():
+    """On tensors without memory, with tables of a fixed capacity."""
+    launched = []
+    now = rehearsal.Rehearsal(rehearsal.Device("cuda"), launched=lambda fn, *_: launched.append(fn.__name__))
+
+    def meta(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device=rehearsal.META)
+
+    with rehearsal.rehearsing(now):
+        docs = Documents(meta(9, dtype=torch.int32), None, 2048)
+        q, v, decay = meta(4096, 2, 128), meta(4096, 4, 128), meta(4096, 4, dtype=torch.float32)
+        saved, _ = gated_delta.forward(q, q, v, decay, decay, docs, SCALE, v)
+        gated_delta.backward(v, q, q, v, decay, decay, docs, SCALE, saved, (q, q, v), decay, decay)
+    assert docs.prepared["delta bounds"].shape == (4096 // 64 + 8, 2)
+    assert launched == ["prepare", "scan", "output", "prepare", "scan", "local", "scan_back", "grads"]

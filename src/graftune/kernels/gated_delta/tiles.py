@@ -1,0 +1,75 @@
+"""Chunk tables, and the tile sizes and launch options of the delta rule's kernels.
+
+A chunk is up to 64 tokens of one document. The tables have a fixed capacity and are computed on the device from the
+document boundaries, once for each pass, so that a captured pass can be replayed with other documents.
+
+All tiles that may be selected are in `TILES`, because Triton has compiled such kernels wrongly on Hopper (heads of 128
+in halves of 64 before Triton 3.7.1; some four-warp variants): tests/gpu/test_gated_delta.py compares each of them with
+the reference on the device. A key head is always one tile, never divided.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from graftune.arithmetic import ceil_div
+from graftune.kernels import launch
+from graftune.kernels.attention import Documents
+
+CHUNK = 64
+# Whether the forward keeps what its chunks have written, read and started from, for the backward. For 8,192 tokens and
+# 32 value heads of 128 that is 0.27 GB in each layer; without it the backward runs two kernels of the forward again.
+KEEP_STATES = False
+
+
+class DeltaTile(NamedTuple):
+    """How many columns of a value head a program computes at a time, and the launch options."""
+
+    columns: int
+    warps: int
+    stages: int
+
+
+# By kernel; the first tile is used. Kernels are described in kernel.py.
+TILES = {
+    "prepare": (DeltaTile(128, 4, 1), DeltaTile(64, 4, 1), DeltaTile(128, 8, 1), DeltaTile(64, 4, 2)),
+    "scan": (DeltaTile(64, 4, 2), DeltaTile(32, 4, 2), DeltaTile(32, 4, 3), DeltaTile(64, 8, 2), DeltaTile(64, 4, 1)),
+    "output": (DeltaTile(128, 8, 1), DeltaTile(64, 4, 1), DeltaTile(128, 4, 1)),
+    "local": (DeltaTile(128, 8, 1), DeltaTile(128, 4, 1), DeltaTile(64, 4, 1)),
+    "scan_back": (DeltaTile(64, 4, 2), DeltaTile(32, 4, 2), DeltaTile(64, 8, 2), DeltaTile(64, 4, 1)),
+    "grads": (DeltaTile(64, 8, 1), DeltaTile(128, 8, 1), DeltaTile(32, 8, 1), DeltaTile(64, 4, 1)),
+}
+FP32_TILE = DeltaTile(32, 8, 1)  # products in fp32 do not use tensor cores, and their tiles take twice the memory
+# How the triangular systems are solved for 16-bit inputs: three products in tf32 have nearly the precision of fp32.
+SOLVE_PRECISIONS = ("tf32x3", "tf32")
+
+
+def tile(kernel: str, v: torch.Tensor) -> DeltaTile:
+    """The tile of a kernel for values like these. Its columns are a power of two, possibly wider than the head."""
+    found = FP32_TILE if v.dtype == torch.float32 else TILES[kernel][0]
+    return found._replace(columns=min(found.columns, launch.power_of_two(v.shape[2], 16)))
+
+
+class ChunkTables(NamedTuple):
+    """On the device. Chunks beyond those of the documents are empty: they end where they start, or before."""
+
+    bounds: torch.Tensor  # [N, 2] int32: the first token of each chunk, and the one after its last
+    first: torch.Tensor  # [S + 1] int32: document s has the chunks first[s] to first[s + 1]
+
+
+def tables(docs: Documents, tokens: int) -> ChunkTables:
+    """The chunks of these documents, computed once for each pass. N = ceil(T / 64) + S is enough for any lengths."""
+    if "delta bounds" not in docs.prepared:
+        starts = docs.cu_seqlens
+        slots = len(starts) - 1
+        ends = ((starts[1:] - starts[:-1] + (CHUNK - 1)) // CHUNK).cumsum(0)
+        first = torch.cat((ends.new_zeros(1), ends))
+        chunk = torch.arange(ceil_div(tokens, CHUNK) + slots, device=starts.device)
+        document = torch.searchsorted(ends, chunk, right=True).clamp_(max=slots - 1)
+        begin = starts[document] + (chunk - first[document]) * CHUNK
+        end = torch.minimum(begin + CHUNK, starts[document + 1])
+        docs.prepared["delta bounds"] = torch.stack((begin, end), 1).to(torch.int32)
+        docs.prepared["delta first"] = first.to(torch.int32)
+    return ChunkTables(docs.prepared["delta bounds"], docs.prepared["delta first"])
