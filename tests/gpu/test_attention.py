@@ -76,6 +76,12 @@ def test_every_layer_is_the_reference_s(heads, lengths):
         check(lengths, heads, torch.bfloat16, "cuda", longest=512, backend="cudnn")
 
 
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+@pytest.mark.parametrize(("heads", "window"), [((8, 2, 64), 0), ((32, 8, 128), 100), ((4, 1, 256), 0), ((6, 3, 40), 7)])
+def test_sinks(heads, window, dtype):
+    check((200, 56, 255, 1, 0), heads, dtype, "cuda", window=window, longest=256, sunk=True)
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("heads", [(8, 2, 64), (4, 4, 64), (32, 8, 128), (3, 1, 80), (9, 3, 64)])
 @pytest.mark.parametrize("backend", BACKENDS)

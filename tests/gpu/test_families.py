@@ -15,11 +15,12 @@ from graftune.settings.config import LoraConfig
 from graftune.step.pipeline import DevicePipeline
 from graftune.step.step import Step
 from tests.gpu.test_step import SHAPE, examples, never_waits, run
-from tests.support import families, oracle, quantised
+from tests.support import families, oracle, quantised, specs
 
 pytestmark = pytest.mark.gpu
 LORA = LoraConfig(rank=4, alpha=8.0, train_norms=True)
 SPECS = {variant: families.spec(variant) for variant in families.DIFFERENT} | {"phi3-far": families.far()}
+SPECS["options"] = specs.with_options(families.spec("llama-untied"))
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
@@ -88,7 +89,7 @@ def test_nothing_waits_and_nothing_is_captured_again(variant):
     )
 
 
-@pytest.mark.parametrize("variant", ["gemma2", "phi3", "olmo3"])
+@pytest.mark.parametrize("variant", ["gemma2", "phi3", "olmo3", "options"])
 def test_a_quantised_base_trains_captured(variant):
     losses = []
     for base_dtype in ("bf16", "nf4"):

@@ -22,8 +22,8 @@ from triton.compiler import ASTSource
 from graftune.data.pack import Capacities
 from graftune.plan import Setup, rehearse
 from graftune.settings.config import LoraConfig
-from tests.plan.test_plan import biased, gpu, spec, with_options
-from tests.support import quantised
+from tests.plan.test_plan import biased, gpu, spec
+from tests.support import quantised, specs
 
 HOPPER = GPUTarget("cuda", 90, 32)
 KINDS = {
@@ -40,7 +40,7 @@ SETTINGS = {
     ),
     "qk norm, bias": lambda: gpu(spec=biased(width=256, ffn=1024, vocab=4000)),
     "options of attention": lambda: gpu(
-        spec=with_options(width=256, ffn=1024, vocab=4000), lora=LoraConfig(rank=4, train_norms=True)
+        spec=specs.with_options(spec(width=256, ffn=1024, vocab=4000)), lora=LoraConfig(rank=4, train_norms=True)
     ),
     "convolutions": lambda: gpu(
         spec=spec(width=256, ffn=1024, vocab=4000, family="lfm2", convolutions=(0, 1))

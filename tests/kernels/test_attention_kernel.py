@@ -40,7 +40,7 @@ def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
     assert (got - want).norm() <= TOLERANCE[dtype] * (want.norm() + 1.0), ((got - want).abs().max(), want.abs().max())
 
 
-def check(lengths, heads, dtype, device, window=0, longest=None, backend="triton", cap=0.0):
+def check(lengths, heads, dtype, device, window=0, longest=None, backend="triton", cap=0.0, sunk=False):
     """Forward and backward of the backend against the reference in fp32 on the same values."""
     tokens, scale = sum(lengths), 1.3 * heads[2] ** -0.5
     docs = documents(lengths, longest or max(lengths), device)
@@ -49,12 +49,16 @@ def check(lengths, heads, dtype, device, window=0, longest=None, backend="triton
     nan = torch.full((tokens, heads[0] + 2 * heads[1], heads[2]), float("nan"), dtype=dtype, device=device)
     views = attention.grad_buffers(q, k, backend) or spread(nan).split([heads[0], heads[1], heads[1]], 1)
     given = spread(nan[:, : heads[0]])
-    out, stats = attention.forward(q, k, v, docs, scale, window, backend, given, cap)
-    attention.backward(grad, q, k, v, out, stats, docs, scale, window, views, backend, cap)
+    sinks = torch.randn(heads[0], device=device) * 3 if sunk else None
+    sums = [torch.full((heads[0],), 2.0, device=device) if sunk else None for _ in range(2)]
+    out, stats = attention.forward(q, k, v, docs, scale, window, backend, given, cap, sinks)
+    attention.backward(grad, q, k, v, out, stats, docs, scale, window, views, backend, cap, sinks, sums[0])
     wide = [x.float() for x in (q, k, v)]
-    want = reference.forward(*wide, lengths, scale, window, None, cap)
+    want = reference.forward(*wide, lengths, scale, window, None, cap, sinks)
     expected = [torch.empty_like(x) for x in wide]
-    reference.backward(grad.float(), *wide, want, lengths, scale, window, tuple(expected), cap)
+    reference.backward(grad.float(), *wide, want, lengths, scale, window, tuple(expected), cap, sinks, sums[1])
+    if sunk:
+        close(sums[0] - 2, sums[1] - 2, dtype)
     assert out is given
     close(out, want, dtype)
     for got, right in zip(views, expected, strict=True):
@@ -68,6 +72,14 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(kernel, "forward_tile", lambda width, dtype: kernel.Tile(32, 16, 4, 1))
     monkeypatch.setattr(kernel, "backward_tile", lambda width, dtype: kernel.Tile(16, 32, 4, 1))
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "window", "cap"),
+    [((4, 2, 16), DTYPES[0], 0, 0.0), ((2, 1, 40), DTYPES[0], 5, 2.0), ((4, 1, 64), DTYPES[2], 7, 0.0)],
+)
+def test_sinks(heads, dtype, window, cap, device):
+    check((5, 1, 37, 0), heads, dtype, device, window=window, longest=40, cap=cap, sunk=True)
 
 
 @pytest.mark.parametrize(

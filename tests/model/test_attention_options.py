@@ -27,6 +27,7 @@ PLAIN = AttentionSpec(
 )
 NORMED = replace(PLAIN, qk_norm=True)
 PARTLY = RopeSpec(4, 100.0)
+SLOWLY = replace(PARTLY, temperature=0.7, temperature_length=3)
 OPTIONS = {
     "plain": PLAIN,
     "gate in q": replace(NORMED, gate="in_q", rope=PARTLY),
@@ -37,6 +38,10 @@ OPTIONS = {
     "norms without weight": replace(NORMED, unweighted=("q_norm", "k_norm")),
     "norm of v": replace(NORMED, v_norm=True, bias=True, rope=PARTLY),
     "norm of v without weight": replace(NORMED, v_norm=True, unweighted=("v_norm",), norm_after_rope=True),
+    "sinks": replace(PLAIN, sinks=True),
+    "sinks, window, soft cap": replace(NORMED, sinks=True, window=3, score_cap=2.0, gate="in_q"),
+    "scaled by position": replace(PLAIN, rope=RopeSpec(8, 100.0, temperature=0.7, temperature_length=2)),
+    "scaled by position, gate": replace(NORMED, gate="in_q", rope=SLOWLY),
     "biases": replace(PLAIN, bias=True, out_bias=True, rope=PARTLY),
 }
 
@@ -61,8 +66,13 @@ class OptionsReference(Reference):
         q, k = self.rotated(spec, q), self.rotated(spec, k)
         if spec.norm_after_rope:
             q, k, v = self.normed(spec, stem, q, k, v)
+        if spec.rope.temperature:
+            steps = torch.arange(len(x)) // spec.rope.temperature_length
+            q = q * (1 + spec.rope.temperature * torch.log(1.0 + steps))[:, None]
         k, v = (y.repeat_interleave(spec.heads // spec.kv_heads, 0) for y in (k, v))
         scores = q @ k.transpose(1, 2) * spec.score_scale
+        if spec.score_cap:
+            scores = spec.score_cap * torch.tanh(scores / spec.score_cap)
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         if spec.window:
             hidden |= torch.ones_like(hidden).tril(-spec.window)
@@ -72,7 +82,10 @@ class OptionsReference(Reference):
         return out + self.tensor(f"{stem}o_proj.bias") if spec.out_bias else out
 
     def softmax(self, spec: AttentionSpec, stem: str, scores: torch.Tensor) -> torch.Tensor:
-        return scores.softmax(-1)
+        if not spec.sinks:
+            return scores.softmax(-1)
+        sinks = self.tensor(f"{stem}sinks")[:, None, None].expand(*scores.shape[:2], 1)
+        return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
 
     def normed(self, spec: AttentionSpec, stem: str, *heads: torch.Tensor) -> list[torch.Tensor]:
         names = [*(spec.qk_norms if spec.qk_norm else (None, None)), "v_norm" if spec.v_norm else None]

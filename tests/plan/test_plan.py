@@ -56,15 +56,6 @@ def biased(**more: Any) -> ModelSpec:
     return specs.edited(spec(**more), qk_norm=True, bias=True)
 
 
-def with_options(**more: Any) -> ModelSpec:
-    """Every layer with other options of attention."""
-    made = specs.edited(spec(**more), qk_norm=True)
-    width = made.attention[0].head_width
-    made = specs.edited(made, [0], gate="in_q", rope=dataclasses.replace(made.ropes[0], width=width // 2))
-    made = specs.edited(made, [1], gate="value", gate_proj="value_gate", norm_after_rope=True, out_bias=True)
-    return specs.edited(made, [2], gate="head", gate_proj="head_gate", v_norm=True, unweighted=("v_norm",))
-
-
 def setup(device: str = "cpu", kind: str = "fp32", compute: torch.dtype = torch.float32, **more: Any) -> Setup:
     where = torch.device(device)
     shape, lora = more.pop("shape", Capacities(96, 4, 33, 40)), more.pop("lora", LoraConfig(rank=4))
@@ -99,7 +90,7 @@ CASES = {
     "every weight": setup(method="full"),
     "convolutions": setup(spec=spec(family="lfm2", convolutions=(0, 1))),
     "qk norm, bias, tied": setup(spec=biased(tied=True)),
-    "options of attention": setup(spec=with_options(), lora=LoraConfig(rank=4, train_norms=True)),
+    "options of attention": setup(spec=specs.with_options(spec()), lora=LoraConfig(rank=4, train_norms=True)),
     "pairs, the start kept": setup(loss=Dpo("start"), layout=Dpo().layout(PAIRED)),
     "fp8": setup(kind="fp8"),
     "one long document": setup(shape=Capacities(128, 1, 128, 128)),

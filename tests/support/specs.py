@@ -38,6 +38,16 @@ def edited(spec: ModelSpec, layers: Collection[int] | None = None, **values: Any
     return dataclasses.replace(spec, layers=tuple(found))
 
 
+def with_options(spec: ModelSpec) -> ModelSpec:
+    """Of three layers, each with other options of attention: together they have all of them."""
+    rope, width = spec.ropes[0], spec.attention[0].head_width
+    slow = dataclasses.replace(rope, temperature=0.1, temperature_length=9)
+    spec = edited(spec, qk_norm=True)
+    spec = edited(spec, [0], gate="in_q", rope=dataclasses.replace(rope, width=width // 2))
+    spec = edited(spec, [1], gate="value", gate_proj="value_gate", rope=slow, norm_after_rope=True, out_bias=True)
+    return edited(spec, [2], gate="head", gate_proj="head_gate", v_norm=True, unweighted=("v_norm",), sinks=True)
+
+
 def _edited(layer: LayerSpec, values: dict[str, Any]) -> LayerSpec:
     branches = []
     for branch in layer.branches:

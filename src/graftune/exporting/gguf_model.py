@@ -124,7 +124,7 @@ def _values(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     ways; the family is left out, since some share an architecture, and so are the names of a folder's tensors."""
     if isinstance(value, RopeSpec):
         rope = value.build()
-        value = (*rope.frequencies.tolist(), rope.scaling)
+        value = (*rope.frequencies.tolist(), rope.scaling, rope.temperature, rope.temperature_length)
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             skipped = field.name in ("branches", "parts", "part")  # say nothing to a reader of the message

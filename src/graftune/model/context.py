@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -130,9 +130,15 @@ class SideStreams:
         self.join()
 
 
+class RopeTables(NamedTuple):
+    cos: torch.Tensor  # [T, R/2]
+    sin: torch.Tensor
+    q_scale: torch.Tensor | None  # [T], the factor of queries at their position; None: one
+
+
 @dataclass
 class PassContext:
-    tables: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # cos and sin [T, R/2] for each kind of layer
+    tables: tuple[RopeTables, ...]  # for each kind of layer
     positions: torch.Tensor  # [T], from 0 in every document
     sequences: Sequences
     adapted: bool = True

@@ -17,7 +17,7 @@ from graftune.batch import PackedBatch
 from graftune.kernels import attention, linear_cross_entropy, rms_norm, rope
 from graftune.model.block import Block, Stream, StreamGrad
 from graftune.model.bundles import EMBEDDING, HEAD, Bundles, Residents
-from graftune.model.context import Dropout, LayerInputs, PassContext, Sequences, SideStreams
+from graftune.model.context import Dropout, LayerInputs, PassContext, RopeTables, Sequences, SideStreams
 from graftune.model.frozen import Frozen, Trained
 from graftune.model.head import Head, NewRows, Output
 from graftune.model.part import NormWeight
@@ -51,13 +51,14 @@ class Decoder:
         side_streams: SideStreams | None = None,
     ) -> PassContext:
         """What the blocks share in one forward: rotary tables, which tokens belong together, adapters on or off."""
-        tables = []
+        tables, documents = [], sequences.documents
         for kind in self.ropes:
             frequencies = kind.frequencies
             if kind.far is not None:
                 is_far = (sequences.final_lengths(positions) > kind.limit).unsqueeze(1)
                 frequencies = torch.where(is_far, kind.far, frequencies)
-            tables.append(rope.tables(positions, frequencies, kind.scaling))
+            q_scale = kind.q_scale(positions, None if documents is None else documents.longest)
+            tables.append(RopeTables(*rope.tables(positions, frequencies, kind.scaling), q_scale))
         return PassContext(tuple(tables), positions, sequences, adapted, dropout, side_streams)
 
     def begin_batch(

@@ -66,6 +66,7 @@ class AttentionShape(NamedTuple):
     head_width: int
     window: int = 0  # 0: none
     capped: bool = False
+    sinks: bool = False
 
 
 class PartSpec:

@@ -45,6 +45,8 @@ class RopeSpec:
     theta: float
     scaling: RopeScaling = field(default_factory=RopeScaling)
     enabled: bool = True
+    temperature: float = 0.0  # queries are multiplied by 1 + temperature * log(1 + position // temperature_length)
+    temperature_length: int = 0
 
     @property
     def is_sound(self) -> bool:
@@ -56,13 +58,14 @@ class RopeSpec:
         return self.width > WIDEST or bool(self.build().frequencies.isfinite().all())
 
     def build(self) -> Rope:
+        by_position = self.temperature, self.temperature_length
         if not self.enabled:  # an angle of zero changes nothing
-            return Rope(torch.zeros(self.width // 2), 1.0)
+            return Rope(torch.zeros(self.width // 2), 1.0, *by_position)
         frequencies, attention = inverse_frequencies(self.width, self.theta, self.scaling)
         if self.scaling.kind != "longrope":
-            return Rope(frequencies, attention)
-        plain = inverse_frequencies(self.width, self.theta, RopeScaling())[0]
-        return Rope(frequencies, attention, plain / torch.tensor(self.scaling.long), self.scaling.original_length)
+            return Rope(frequencies, attention, *by_position)
+        far = inverse_frequencies(self.width, self.theta, RopeScaling())[0] / torch.tensor(self.scaling.long)
+        return Rope(frequencies, attention, *by_position, far, self.scaling.original_length)
 
 
 class Rope(NamedTuple):
@@ -70,8 +73,16 @@ class Rope(NamedTuple):
 
     frequencies: torch.Tensor  # [R/2] fp32, R the columns of a head that are rotated
     scaling: float  # multiplies cos and sin
+    temperature: float = 0.0
+    temperature_length: int = 0
     far: torch.Tensor | None = None  # the frequencies of documents longer than `limit`
     limit: int = 0
+
+    def q_scale(self, positions: torch.Tensor, longest: int | None) -> torch.Tensor | None:
+        """What queries are multiplied by, [T] in fp32; None: nothing. `longest` bounds the positions, if known."""
+        if not self.temperature or (longest is not None and longest <= self.temperature_length):
+            return None
+        return (positions // self.temperature_length + 1).float().log().mul_(self.temperature).add_(1.0)
 
     def to(self, device: torch.device) -> Rope:
         far = None if self.far is None else self.far.to(device)

@@ -162,7 +162,7 @@ def attention_for(base: Base, runtime: Runtime, longest: int) -> attention.Choic
     counts, windows = Counter[attention.HeadKind](), dict[attention.HeadKind, list[int]]()
     for layer, count in base.spec.kinds.items():
         for shape in (part.attention for part in layer.parts if part.attention is not None):
-            kind = attention.HeadKind(shape.head_width, shape.capped)
+            kind = attention.HeadKind(shape.head_width, shape.capped, shape.sinks)
             counts[kind] += count
             windows.setdefault(kind, []).append(shape.window)
     if not counts:
@@ -171,7 +171,7 @@ def attention_for(base: Base, runtime: Runtime, longest: int) -> attention.Choic
     for kind, _ in counts.most_common():
         windowed = all(0 < window < longest for window in windows[kind])
         how = runtime.device, runtime.compute, kind.width, runtime.deterministic, windowed
-        chosen[kind] = attention.choose(*how, capped=kind.capped)
+        chosen[kind] = attention.choose(*how, capped=kind.capped, sinks=kind.sinks)
     main, *others = chosen
     rest = [f"heads of {kind.width}: {chosen[kind].backend}, {chosen[kind].why}" for kind in others]
     return chosen[main]._replace(why="; ".join([chosen[main].why, *rest]))

@@ -101,7 +101,8 @@ def choose_for_other_heads(decoder: Decoder, runtime: Runtime) -> None:
     for layer in attention_layers(decoder):
         heads = layer.head_kind
         if heads != main:
-            best = attention.choose(device, dtype, heads.width, runtime.deterministic, False, capped=heads.capped)
+            more = {"capped": heads.capped, "sinks": heads.sinks}
+            best = attention.choose(device, dtype, heads.width, runtime.deterministic, False, **more)
             any_shape = attention.for_any_shape(best.backend, device, dtype, heads.width)
             layer.own = OwnBackend(best.backend, any_shape)
 

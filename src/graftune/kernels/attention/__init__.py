@@ -4,7 +4,7 @@
 
     cudnn   the fastest, on GPUs with cuDNN's attention; "mixed" is its forward with our backward
     flash   torch's flash kernels, where cuDNN is missing or results must be identical to the bit
-    triton  our kernels, for fp32, sliding windows, soft caps and odd head widths
+    triton  our kernels, for fp32, sliding windows, soft caps, sinks and odd head widths
     cpu     torch's fused CPU kernel, or the reference (on any device but a CPU, always the reference)
 
 q, k and v may be column ranges of one buffer, [T, (N + 2K) H] or wider. So may their gradients, unless the backend
@@ -55,7 +55,8 @@ class HeadKind(NamedTuple):
     """The properties of a layer's heads that the choice of its backend depends on."""
 
     width: int
-    capped: bool  # whether scores are soft-capped
+    capped: bool = False  # whether scores are soft-capped
+    sinks: bool = False  # whether heads have a sink
 
 
 class Choice(NamedTuple):
@@ -73,6 +74,7 @@ def choose(
     deterministic: bool,
     windowed: bool,
     capped: bool = False,
+    sinks: bool = False,
 ) -> Choice:
     """Choose the backend for heads of this kind on this device. Called once for each kind, at the start."""
     device = torch.device(device)
@@ -80,8 +82,8 @@ def choose(
         return Choice("cpu", f"on {device.type} torch's fused kernel or the textbook formula")
     from graftune.kernels.attention import cudnn_frontend, flash
 
-    if windowed or capped:
-        return _ours(head_width, "sliding windows" if windowed else "soft caps")
+    if windowed or capped or sinks:
+        return _ours(head_width, "sliding windows" if windowed else "soft caps" if capped else "sinks")
     if dtype == torch.float32:
         return _ours(head_width, "fp32")
     flashless = flash.lacks(device, dtype, head_width)
@@ -127,16 +129,19 @@ def forward(
     backend: str = "cpu",
     out: torch.Tensor | None = None,
     cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out [T, N, H], stats). With `window` > 0, token i attends to token j only if i - window < j; with `cap`
-    > 0, scores are soft-capped at it by a tanh.
+    > 0, scores are soft-capped at it by a tanh. `sinks` [N] (fp32): a score of each head beside those of the keys; it
+    takes a share of the softmax and adds nothing to the output. Only our kernels and the reference have them.
 
     Writes to `out` if given, with any row stride, or to a new contiguous tensor.
     """
     out = q.new_empty(q.shape) if out is None else out
     _check(q, k, v)
     _check(out, k, v)
-    return out, _module(backend).forward(q, k, v, docs, scale, window, out, cap)
+    more = () if sinks is None else (sinks,)
+    return out, _module(backend).forward(q, k, v, docs, scale, window, out, cap, *more)
 
 
 @launch.operation("attention")
@@ -153,16 +158,19 @@ def backward(
     grads: Grads,
     backend: str = "cpu",
     cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    grad_sinks: torch.Tensor | None = None,
 ) -> None:
     """Write dq, dk and dv to `grads`: tensors of the shapes of q, k and v, or those of `grad_buffers`. Their previous
-    contents are overwritten."""
+    contents are overwritten. Adds the sinks' gradient to `grad_sinks` [N] (fp32), if given."""
     _check(q, k, v)
     _check(*grads)
     _check(out, k, v)
     _check(grad_out, k, v)
     assert grad_out.shape == out.shape == q.shape == grads[0].shape, (grad_out.shape, out.shape, q.shape)
     assert grads[1].shape == k.shape or backend in ("triton", "mixed"), (grads[1].shape, k.shape)
-    _module(backend).backward(grad_out, q, k, v, out, stats, docs, scale, window, grads, cap)
+    more = () if sinks is None else (sinks, grad_sinks)
+    _module(backend).backward(grad_out, q, k, v, out, stats, docs, scale, window, grads, cap, *more)
 
 
 def grad_buffers(q: torch.Tensor, k: torch.Tensor, backend: str) -> Grads | None:

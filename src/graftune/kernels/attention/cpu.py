@@ -17,26 +17,27 @@ SHORT = 128  # average tokens per document below which the fused backward is slo
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, docs: Documents, scale: float, window: int, out: torch.Tensor,
-    cap: float,
+    cap: float, sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Write out; returns the log-sum-exp of the scores [T, N], empty where the backward recomputes it."""
     lengths = _lengths(docs, q)
-    if _fused(q, window, cap):
+    if _fused(q, window, cap) and sinks is None:
         return flash_cpu.forward(q, k, v, lengths, scale, out)
-    reference.forward(q, k, v, lengths, scale, window, out, cap)
+    reference.forward(q, k, v, lengths, scale, window, out, cap, sinks)
     return q.new_empty(0)
 
 
 def backward(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, stats: torch.Tensor,
-    docs: Documents, scale: float, window: int, grads: Grads, cap: float,
+    docs: Documents, scale: float, window: int, grads: Grads, cap: float, sinks: torch.Tensor | None = None,
+    grad_sinks: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     lengths = _lengths(docs, q)
     short = q.dtype == torch.bfloat16 and len(q) < SHORT * sum(length > 0 for length in lengths)
-    if _fused(q, window, cap) and not short:
+    if _fused(q, window, cap) and not short and sinks is None:
         flash_cpu.backward(grad_out, q, k, v, out, stats, lengths, scale, grads)
     else:
-        reference.backward(grad_out, q, k, v, out, lengths, scale, window, grads, cap)
+        reference.backward(grad_out, q, k, v, out, lengths, scale, window, grads, cap, sinks, grad_sinks)
 
 
 def _lengths(docs: Documents, q: torch.Tensor) -> tuple[int, ...]:

@@ -1,4 +1,5 @@
-"""Packed causal attention in Triton: any head width up to 256, fp32 too, sliding windows, soft caps, grouped heads.
+"""Packed causal attention in Triton: any head width up to 256, fp32 too, sliding windows, soft caps, sinks, grouped
+heads.
 
 This is flash attention: scores stay in tiles on the chip and are never written to memory. The forward saves one
 log-sum-exp for each token and head, from which the backward recomputes the probabilities. One program works on one tile
@@ -10,7 +11,8 @@ The backward has two kinds of programs: for dk and dv (a tile of keys loops over
 and for dq. They compute a third more products than one kind with atomic adds, but their sums have a fixed order. Both
 kinds run in one launch, the longest programs first, since a few hundred tokens give too few programs to fill the GPU.
 In that case each query head also gets its own dk and dv (`grad_buffers`), and the caller sums those that share a key
-head.
+head. A sink is one more term of the softmax's denominator: the forward adds it to the log-sum-exp, and the backward
+needs nothing else.
 
 Legend: T tokens, N heads, K key heads, H head width, BH H rounded up to a power of two, BM queries per tile, BN keys
 per tile.
@@ -73,15 +75,17 @@ def forward(
     window: int,
     out: torch.Tensor,
     cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write out [T, N, H]; returns the log-sum-exp of the scores to base 2, [N, T]."""
     tokens, heads, width = q.shape
     stats = q.new_empty((heads, tokens), dtype=torch.float32)
     tile = forward_tile(width, q.dtype)
     _forward[(triton.cdiv(docs.longest, tile.queries), heads, _slots(docs))](
-        q, k, v, out, stats, docs.cu_seqlens, scale * LOG2E, tokens, q.stride(0), k.stride(0), v.stride(0),
+        q, k, v, out, stats, sinks, docs.cu_seqlens, scale * LOG2E, tokens, q.stride(0), k.stride(0), v.stride(0),
         out.stride(0), GROUP=heads // k.shape[1], H=width, BH=launch.power_of_two(width, 16), BM=tile.queries,
-        BN=tile.keys, WINDOW=window, CAP=cap * LOG2E, num_warps=tile.warps, num_stages=tile.stages,
+        BN=tile.keys, WINDOW=window, CAP=cap * LOG2E, SINKS=sinks is not None, num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip
     return stats
 
@@ -108,6 +112,8 @@ def backward(
     window: int,
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    grad_sinks: torch.Tensor | None = None,
     *,
     by_token: bool = False,
 ) -> None:
@@ -122,6 +128,8 @@ def backward(
         grad_out, out, delta, theirs, stats, tokens, grad_out.stride(0), out.stride(0), N=heads, H=width, BH=padded,
         ROWS=rows, BY_TOKEN=by_token, num_warps=4,
     )  # fmt: skip
+    if sinks is not None and grad_sinks is not None:
+        grad_sinks.sub_((torch.exp2(sinks[:, None] * LOG2E - stats) * delta).sum(1))
     tile = backward_tile(width, q.dtype)
     tiles = triton.cdiv(docs.longest, min(tile.queries, tile.keys))
     _grads[(heads, 2 * tiles, _slots(docs))](
@@ -185,9 +193,9 @@ def _through_cap(grad, scores, CAP: tl.constexpr):
 
 @launch.kernel
 def _forward(
-    q, k, v, out, stats, cu_seqlens, scale, tokens, q_stride, k_stride, v_stride, out_stride,
+    q, k, v, out, stats, sinks, cu_seqlens, scale, tokens, q_stride, k_stride, v_stride, out_stride,
     GROUP: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
+    CAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     head, slot = tl.program_id(1), tl.program_id(2)
     first = tl.program_id(0) * BM
@@ -218,6 +226,13 @@ def _forward(
         mixed = mixed * shrink[:, None] + tl.dot(p.to(values.dtype), values, input_precision="ieee")
         highest = higher
     real = first + rows < length
+    if SINKS:
+        sink = tl.load(sinks + head) * 1.4426950408889634
+        higher = tl.maximum(highest, sink)
+        shrink = tl.exp2(highest - higher)
+        total = total * shrink + tl.exp2(sink - higher)
+        mixed = mixed * shrink[:, None]
+        highest = higher
     total = tl.where(real, total, 1.0)
     _store(out, mixed / total[:, None], first, rows, length, start, out_stride, head, H, BH)
     lse = stats + head.to(tl.int64) * tokens + start + first + rows

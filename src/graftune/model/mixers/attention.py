@@ -48,6 +48,7 @@ class AttentionSpec(MixerSpec):
     score_scale: float
     rope: RopeSpec
     score_cap: float = 0.0  # soft cap of the scores; 0: none
+    sinks: bool = False  # a learned score of each head beside those of the keys
     window: int = 0  # sliding window; 0: none
     bias: bool = False  # of q, k and v
     interleaved: tuple[str, ...] = ()  # the kinds of files that interleave the two halves of each head of q and k
@@ -118,7 +119,8 @@ class AttentionSpec(MixerSpec):
 
     @property
     def attention(self) -> AttentionShape:
-        return AttentionShape(self.heads, self.kv_heads, self.head_width, self.window, self.score_cap > 0)
+        capped = self.score_cap > 0
+        return AttentionShape(self.heads, self.kv_heads, self.head_width, self.window, capped, self.sinks)
 
     @property
     def checks(self) -> dict[str, bool]:
@@ -130,8 +132,17 @@ class AttentionSpec(MixerSpec):
             "caps": 0 <= self.score_cap < math.inf,
             "rope's share of a head": 0 < self.rope.width <= self.head_width and self.rope.width % 2 == 0,
             "rope base": 0 < self.rope.theta < math.inf,
+            "scale by position": 0 <= self.rope.temperature < math.inf
+            and (not self.rope.temperature or self.rope.temperature_length > 0),
             "gate": self.gate in ("none", "in_q", "value", "head"),
         }
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        return {"sinks": (self.heads,)} if self.sinks else {}
+
+    def start_of(self, name: str, generator: torch.Generator) -> torch.Tensor:
+        return torch.zeros(self.tensors[name])
 
     def norm_offset_of(self, name: str) -> float:
         return self.norm_offset
@@ -154,6 +165,7 @@ class AttentionSpec(MixerSpec):
             window=self.window,
             score_scale=self.score_scale,
             score_cap=self.score_cap,
+            sinks=Sinks(*place.tensor("sinks")) if self.sinks else Sinks(),
         )
 
     def new_cache(self, sequences: int, capacity: int, device: torch.device, dtype: torch.dtype) -> KeyValues:
@@ -168,6 +180,13 @@ class OwnBackend(NamedTuple):
 
     fixed: str  # for batches of a fixed shape
     any_shape: str
+
+
+class Sinks(NamedTuple):
+    """The sinks of a layer's heads [N] in fp32, and their gradient where every weight trains."""
+
+    value: torch.Tensor | None = None
+    grad: torch.Tensor | None = None
 
 
 class HeadNorms(NamedTuple):
@@ -201,11 +220,12 @@ class Attention(Mixer[AttentionSaved]):
     window: int
     score_scale: float
     score_cap: float
+    sinks: Sinks
     own: OwnBackend | None = None  # in place of the pass's backend
 
     @property
     def head_kind(self) -> attention.HeadKind:
-        return attention.HeadKind(self.heads[2], self.score_cap > 0)
+        return attention.HeadKind(self.heads[2], self.score_cap > 0, self.sinks.value is not None)
 
     @property
     def projections(self) -> tuple[Projection, ...]:
@@ -234,8 +254,9 @@ class Attention(Mixer[AttentionSaved]):
 
     def forward(self, entry: PartInput, ctx: PassContext) -> tuple[torch.Tensor, AttentionSaved]:
         qkv, h_qkv = entry.product(self.qkv)
+        cos, sin, q_scale = ctx.tables[self.rope_index]
         raw = rope.finish_(
-            qkv[:, : self.columns], *ctx.tables[self.rope_index], self.heads, gated=self.gate_in_q,
+            qkv[:, : self.columns], cos, sin, self.heads, q_scale=q_scale, gated=self.gate_in_q,
             bias=self.bias.value if self.bias else None, **self._norm_weights(ctx),
         )  # fmt: skip
         read = self.o.input_buffer(entry.x, len(entry.x))
@@ -284,19 +305,18 @@ class Attention(Mixer[AttentionSaved]):
         ctx.flush()  # starts the queued weight gradients on side streams, beside attention
         attention.backward(
             self._by_head(grad_mixed), q, k, v, self._by_head(mixed), stats, documents, self.score_scale, window, grads,
-            backend, self.score_cap,
+            backend, self.score_cap, *self.sinks,
         )  # fmt: skip
         del grad_mixed
         if grad_qkv is None:  # only now: attention's own memory is free again
             grad_qkv = self.qkv.grad_buffer(read.x, len(read.x))
-        tables, ready = ctx.tables[self.rope_index], None
-        if need_input and self.norms is None and self.gate == "none":
-            ready = self.qkv.rope_backward(grads, grad_qkv, tables, self.heads, ctx)
+        (cos, sin, q_scale), ready = ctx.tables[self.rope_index], None
+        if need_input and self.norms is None and self.gate == "none" and q_scale is None:
+            ready = self.qkv.rope_backward(grads, grad_qkv, (cos, sin), self.heads, ctx)
         else:
-            (cos, sin), norms = tables, self._norm_weights(ctx) | self._norm_grads()
-            kept = qkv if self.gate_in_q else raw
-            place = grad_qkv[:, : self.columns]
-            rope.finish_backward(grads, place, cos, sin, self.heads, kept, gated=self.gate_in_q, **norms)
+            options = {"q_scale": q_scale, "gated": self.gate_in_q} | self._norm_weights(ctx) | self._norm_grads()
+            place, kept = grad_qkv[:, : self.columns], qkv if self.gate_in_q else raw
+            rope.finish_backward(grads, place, cos, sin, self.heads, kept, **options)
         del grads
         if self.bias is not None and self.bias.grad is not None:
             self.bias.grad.add_(grad_qkv[:, : self.columns].sum(0, dtype=torch.float32))
@@ -320,16 +340,17 @@ class Attention(Mixer[AttentionSaved]):
             cache.fill(k, v, documents.lengths)
         assert documents is not None
         window, backend = self._how(sequences, documents)
-        return attention.forward(q, k, v, documents, self.score_scale, window, backend, out, self.score_cap)[1]
+        more = out, self.score_cap, self.sinks.value
+        return attention.forward(q, k, v, documents, self.score_scale, window, backend, *more)[1]
 
     def _how(self, sequences: Sequences, documents: attention.Documents) -> tuple[int, str]:
-        """(window, backend). A window that no document reaches is ignored. cuDNN's plans have neither windows nor soft
-        caps, so layers with either use our own kernels; so do rows that are not aligned (a gate for each of a few
-        heads)."""
+        """(window, backend). A window that no document reaches is ignored. cuDNN's plans have no windows, soft
+        caps or sinks, so layers with any of them use our own kernels; so do rows that are not aligned (a gate for each
+        of a few heads)."""
         window, backend = self.window if self.window < documents.longest else 0, sequences.backend
         if self.own is not None and backend != "cpu":
             backend = self.own.fixed if documents.fixed else self.own.any_shape
-        ours = window or self.score_cap or self.qkv.width_out % 8
+        ours = window or self.score_cap or self.sinks.value is not None or self.qkv.width_out % 8
         return window, "triton" if ours and backend != "cpu" else backend
 
     def _split(self, qkv: torch.Tensor, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -402,4 +423,9 @@ class KeyValues:
         if of.window:
             hidden |= past.token_indices <= lengths[:, None] - of.window
         scores.masked_fill_(hidden[:, None, None], float("-inf"))
-        out.copy_((torch.softmax(scores, -1).to(v.dtype) @ self.values).reshape(-1, heads, width))
+        if of.sinks.value is not None:
+            column = of.sinks.value.view(key_heads, -1, 1).expand(len(scores), -1, -1, -1)
+            shares = torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
+        else:
+            shares = torch.softmax(scores, -1)
+        out.copy_((shares.to(v.dtype) @ self.values).reshape(-1, heads, width))
