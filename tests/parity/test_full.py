@@ -56,6 +56,8 @@ PER_BLOCK = {
     "gemma": 9,
     "granitemoehybrid": 8,
     "exaone4-window": 11,
+    "hunyuan_v1_dense": 11,
+    "granite_swa": 10,
 }
 
 

@@ -81,6 +81,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "exaone4": ("Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "granite_swa": (
+        "GraniteSWAConfig",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.5,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 0.7,
+            "num_hidden_layers": 5,
+            "sliding_window": 6,
+            "layer_rope_theta": [0, 10000.0, 10000.0, 10000.0, 0],
+        },
+    ),
+    "hunyuan_v1_dense": (
+        "HunYuanDenseV1Config",
+        {"rope_parameters": {"rope_type": "dynamic", "alpha": 7.0, "factor": 1.0}, "pad_token_id": 0},
+    ),
 }
 # Text-and-vision checkpoints: the class of the configuration, and what it has beside the text model's.
 VISION: dict[str, tuple[str, dict[str, Any]]] = {

@@ -14,6 +14,7 @@ from graftune.model.families.common import Family
 from graftune.model.families.exaone import EXAONE
 from graftune.model.families.gemma import GEMMA
 from graftune.model.families.granite import GRANITE
+from graftune.model.families.hunyuan import HUNYUAN
 from graftune.model.families.lfm2 import LFM2
 from graftune.model.families.llama import LLAMA
 from graftune.model.families.olmo import OLMO
@@ -25,7 +26,7 @@ from graftune.model.spec import ModelSpec
 from graftune.settings.config import TARGETS
 
 # Of several with one architecture, those with a marker come first.
-FAMILIES = {family.name: family for family in (*LLAMA, *QWEN, *GEMMA, *PHI, *GRANITE, *OLMO, *LFM2, *EXAONE)}
+FAMILIES = {family.name: family for family in (*LLAMA, *QWEN, *GEMMA, *PHI, *GRANITE, *OLMO, *LFM2, *EXAONE, *HUNYUAN)}
 MODEL_TYPES = {family.hf_type: family for family in FAMILIES.values()}
 _NAMES = sorted({name for family in FAMILIES.values() for name in family.block_names})
 # The modules that a projection may be in, over all families.

@@ -387,12 +387,14 @@ class Family:
 
 
 def _renamed(name: str, stem: str, new_stem: str, block: Config, top: Config) -> str | None:
-    """A tensor's name by tables of those inside the layers and of those outside them."""
-    inner, _, kind = name.rpartition(".")
-    match = re.fullmatch(rf"{stem}\.(\d+)\.(.+)", inner)
-    found = block.get(match[2]) if match else top.get(inner)
-    where = f"{new_stem}.{match[1]}." if match else ""
-    return f"{where}{found}.{kind}" if found else None
+    """A tensor's name by tables of those inside the layers and of those outside them. A table has names without their
+    last word (weight, bias), or whole ones."""
+    match = re.fullmatch(rf"{stem}\.(\d+)\.(.+)", name)
+    table, inner, where = (block, match[2], f"{new_stem}.{match[1]}.") if match else (top, name, "")
+    if inner in table:
+        return where + table[inner]
+    inner, _, kind = inner.rpartition(".")
+    return f"{where}{table[inner]}.{kind}" if inner in table else None
 
 
 def uniform(spec: ModelSpec, where: str) -> tuple[AttentionSpec, GatedSpec | ExpertsSpec]:
