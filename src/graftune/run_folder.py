@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from graftune.errors import GraftuneError
 from graftune.io.files import check_plain, whole
 from graftune.model.arena import Arena
-from graftune.model.lora import build_arena, targets_of
+from graftune.model.lora import build_arena, target_names, targets_of
 from graftune.session import Session, open_session, with_template
 from graftune.settings.config import Config, LoraConfig, expand_targets
 from graftune.weights import checkpoint
@@ -238,7 +238,7 @@ def state_adapter(state: RunCheckpoint, base: Base, any_base: bool = False) -> A
             fix="finish the run and export it; chat and eval open its checkpoints",
         )
     config, asked = state.config, state.config.lora.resolved()
-    lora = replace(asked, adapter="", targets=targets_of(base.spec, asked))
+    lora = replace(asked, adapter="", targets=target_names(base.spec, targets_of(base.spec, asked)))
     wide = with_new_tokens(base, lora.new_tokens) if lora.new_tokens else base
     arena = build_arena(wide.spec, lora, torch.device("cpu"), torch.float32)
     _check(state, base, arena, any_base)

@@ -63,6 +63,12 @@ def test_gradients_of_fused_projections(targets, tiny_folder):
     check_gradients("phi3", LoraConfig(rank=4, alpha=10.0, targets=targets), ("fp32",), tiny_folder)
 
 
+def test_gradients_of_projections_by_their_path(tiny_folder):
+    """LFM2's convolutions have an out_proj too, without adapters here."""
+    targets = ("self_attn.out_proj", "conv.in_proj", "w1")
+    check_gradients("lfm2", LoraConfig(rank=4, alpha=10.0, targets=targets), ("fp32",), tiny_folder)
+
+
 def test_targets_that_a_family_does_not_have_are_refused(tiny_folder):
     with pytest.raises(GraftuneError, match=r"phi3 has no v_proj, it is a part of qkv_proj.*use qkv_proj"):
         oracle.ours(tiny_folder("phi3"), LoraConfig(targets=("v_proj",)))

@@ -16,7 +16,7 @@ from graftune.kernels.gguf_dequant import KINDS, reference, row_bytes
 from graftune.model.bundles import BundleStorage
 from graftune.model.decoder import Decoder
 from graftune.model.frozen.tensor_rows import TensorRows
-from graftune.model.lora import build_arena, initialise, norm_names, weight_name
+from graftune.model.lora import build_arena, initialise, norm_names
 from graftune.model.spec import ModelSpec
 from graftune.runtime import DTYPES, resolve
 from graftune.settings.config import LoraConfig
@@ -97,7 +97,7 @@ def gguf_base(kind: str, shape: ModelSpec, table: str = "Q8_0", mixed: str = "")
     for layer, own in enumerate(shape.layers):
         for projection, sizes in own.projections.items():
             of = mixed if mixed and projection == "v_proj" else kind
-            put(weight_name(shape, layer, projection), *sizes, of, std)
+            put(f"layers.{layer}.{projection}.weight", *sizes, of, std)
     for _, name, width in norm_names(shape):
         tensors[name] = TensorRows(torch.rand(width, generator=torch.Generator().manual_seed(len(name))) + 0.5)
     return Base("blocks", Path("blocks"), "gguf", shape, cast(Tokenizer, None), tensors)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from graftune.cli.settings import flag
 from graftune.errors import GraftuneError
 from graftune.settings import other_tools
-from graftune.settings.config import TARGET_SHORTHANDS, TARGETS, leaves
+from graftune.settings.config import TARGET_SHORTHANDS, is_target, leaves
 
 VERBATIM = ("--prompt", "--system")  # the next word is text, even if it looks like a flag
 GLOBAL = ("--verbose",)
@@ -120,7 +120,8 @@ def _with_values(name: str, given: str, words: list[str]) -> list[str]:
 
 def _is_target(word: str) -> bool:
     """Names of projections, also misspelled ones: a base or a file is not named like that."""
-    return all(part in (*TARGETS, *TARGET_SHORTHANDS) or part.endswith("_proj") for part in word.split(",") if part)
+    parts = [part for part in word.split(",") if part]
+    return all(is_target(part) or part in TARGET_SHORTHANDS or part.endswith("_proj") for part in parts)
 
 
 def _is_pair(word: str) -> bool:

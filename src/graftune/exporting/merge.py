@@ -18,11 +18,12 @@ import torch
 
 from graftune import tokenizer as tok
 from graftune.errors import GraftuneError
+from graftune.model.families import short_targets
 from graftune.model.frozen import RowSource
 from graftune.model.frozen.tensor_rows import DTYPES, TensorRows
-from graftune.model.lora import scaling, targets_of, weight_name
+from graftune.model.lora import scaling, targets_of
 from graftune.model.spec import ModelSpec
-from graftune.settings.config import TARGETS, LoraConfig
+from graftune.settings.config import LoraConfig
 from graftune.weights import experts
 from graftune.weights.adapter_fit import Adapter, check_tables, fitted
 from graftune.weights.base import Base, with_new_tokens
@@ -108,13 +109,15 @@ def _check_whole(changes: Mapping[str, LowRankChange], spec: ModelSpec, adapter:
     targets = targets_of(spec, adapter.lora)
     for layer, kind in enumerate(spec.layers):
         for projection in (p for p in kind.projections if p in targets):
-            weight = weight_name(spec, layer, projection)
-            if spec.experts and ".mlp." in weight:
-                weight = f"layers.{layer}.mlp.experts.{spec.experts - 1}.{projection}.weight"
+            stem = f"layers.{layer}.{projection}"
+            part, name = spec.part_of(stem)
+            if part is not None and part.expert_counts[0]:
+                weight = f"layers.{layer}.{part.module}.experts.{part.expert_counts[0] - 1}.{name}.weight"
+            else:
+                weight = f"{stem}.weight"
             if weight not in changes:
-                missing = weight_name(spec, layer, projection, "lora_A.weight")
                 raise GraftuneError(
-                    f"{missing} is missing: the adapter was made for another base",
+                    f"{stem}.lora_A.weight is missing: the adapter was made for another base",
                     where=str(adapter.folder),
                     fix="give its own base",
                 )
@@ -239,9 +242,9 @@ def combine(adapters: Sequence[Weighted]) -> Adapter:
         stem = name.removesuffix("weight")
         tensors[stem + "lora_A.weight"] = torch.cat([p.down for p in parts])
         tensors[stem + "lora_B.weight"] = torch.cat([p.scale * p.up for p in parts], 1)
-    adapted = {name.split(".")[-2] for name in every}
+    paths = {name.removesuffix(".weight").split(".", 2)[2] for name in every}
     rank = sum(ranks)
-    lora = LoraConfig(rank=rank, alpha=float(rank), targets=tuple(p for p in TARGETS if p in adapted))
+    lora = LoraConfig(rank=rank, alpha=float(rank), targets=short_targets(paths))
     return dataclasses.replace(first, lora=lora, tensors=tensors)
 
 

@@ -73,18 +73,16 @@ class LayerSpec:
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of everything that adapters may be attached to; of a mixture, of one expert."""
-        return {name: shape for part in self.parts for name, shape in part.projections.items()}
+        """(out, in) of everything that adapters may be attached to, by its path behind `layers.N.`; of a mixture,
+        of one expert."""
+        return {part.path(name): shape for part in self.parts for name, shape in part.projections.items()}
 
     def expand_target(self, target: str) -> tuple[str, ...]:
         """The projections that all_linear, attention or mlp stands for."""
         kinds = {"all_linear": PartSpec, "attention": MixerSpec, "mlp": FeedForwardSpec}
         kind = kinds.get(target)
         parts = () if kind is None else (part for part in self.parts if isinstance(part, kind))
-        return tuple(name for part in parts for name in part.projections)
-
-    def module_of(self, projection: str) -> str:
-        return next(part.module for part in self.parts if projection in part.projections)
+        return tuple(part.path(name) for part in parts for name in part.projections)
 
     @property
     def weights(self) -> dict[str, tuple[int, ...]]:

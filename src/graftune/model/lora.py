@@ -23,10 +23,6 @@ from graftune.model.spec import ModelSpec
 from graftune.settings.config import FUSED, PARTS, LoraConfig, expand_targets
 
 
-def weight_name(spec: ModelSpec, layer: int, projection: str, kind: str = "weight") -> str:
-    return f"layers.{layer}.{spec.layers[layer].module_of(projection)}.{projection}.{kind}"
-
-
 def norm_names(spec: ModelSpec) -> list[tuple[int, str, int]]:
     """(layer, name, width) of every norm weight."""
     blocks = [
@@ -42,25 +38,38 @@ def scaling(config: LoraConfig) -> float:
 
 
 def targets_of(spec: ModelSpec, config: LoraConfig) -> tuple[str, ...]:
-    """The projections that get adapters, as the model's family calls them."""
-    wanted = {name for kind in spec.kinds for target in config.targets for name in kind.expand_target(target)}
+    """The paths of the projections that get adapters. A target is a path, or a name that stands for all paths that end
+    in it."""
+    wanted = {path for kind in spec.kinds for target in config.targets for path in kind.expand_target(target)}
     asked = expand_targets(tuple(t for t in config.targets if t not in PARTS)) if set(config.targets) - PARTS else ()
-    wanted |= {p for p in asked if p in spec.projections}
+    matching = {target: [path for path in spec.projections if _ends_in(path, target)] for target in (*asked, *FUSED)}
+    wanted |= {path for target in asked for path in matching[target]}
     for fused, parts in FUSED.items():
         given = [p for p in parts if p in asked]
-        if fused not in spec.projections or not given:
+        if not matching[fused] or not given:
             continue
         if len(given) < len(parts):
             raise GraftuneError(
                 f"targets: {spec.family} has no {given[0]}, it is a part of {fused}", fix=f"use {fused} or all_linear"
             )
-        wanted.add(fused)
-    unknown = [p for p in asked if p not in spec.projections and not any(p in parts for parts in FUSED.values())]
+        wanted.update(matching[fused])
+    unknown = [p for p in asked if not matching[p] and not any(p in parts for parts in FUSED.values())]
     if unknown:
-        raise GraftuneError(
-            f"targets: {spec.family} has no {unknown[0]}", fix=f"use {', '.join(spec.projections)} or all_linear"
-        )
+        names = dict.fromkeys(path.rpartition(".")[2] for path in spec.projections)
+        raise GraftuneError(f"targets: {spec.family} has no {unknown[0]}", fix=f"use {', '.join(names)} or all_linear")
     return tuple(p for p in spec.projections if p in wanted)
+
+
+def _ends_in(path: str, target: str) -> bool:
+    return path == target or path.endswith(f".{target}")
+
+
+def target_names(spec: ModelSpec, paths: Collection[str]) -> tuple[str, ...]:
+    """The same projections as PEFT's configuration names them: by the last word wherever it means no others."""
+    chosen = [path for path in spec.projections if path in paths]
+    matching = {path: [p for p in spec.projections if _ends_in(p, path.rpartition(".")[2])] for path in chosen}
+    short = {path: path.rpartition(".")[2] for path in chosen if set(matching[path]) <= set(chosen)}
+    return tuple(dict.fromkeys(short.get(path, path) for path in chosen))
 
 
 def adapter_columns_of(members: Sequence[str], targets: Collection[str], rank: int) -> int:

@@ -171,11 +171,15 @@ class PartSpec:
         shapes = {name: [self.projections[member] for member in members] for name, members in self.groups.items()}
         return {name: (sum(out for out, _ in found), found[0][1]) for name, found in shapes.items()}
 
+    def path(self, projection: str) -> str:
+        """A projection behind `layers.N.`. Its name alone may occur in several parts of a layer."""
+        return f"{self.module}.{projection}"
+
     def adapters(self, targets: Collection[str], rank: int, dropout: float) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Name, behind `layers.N.`, and shape of every A and B, in the arena's order: the A's of a group together, so
-        that the stacked A is a view."""
+        """Name, behind `layers.N.`, and shape of every A and B on the paths `targets`, in the arena's order: the A's of
+        a group together, so that the stacked A is a view."""
         for members in self.groups.values():
-            adapted = [member for member in members if member in targets]
+            adapted = [member for member in members if self.path(member) in targets]
             for member in adapted:
                 yield f"{self.module}.{member}.lora_A.weight", (rank, self.projections[member][1])
             for member in adapted:

@@ -82,7 +82,7 @@ class ModelSpec:
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """The names of all that adapters may be attached to."""
+        """The paths, behind `layers.N.`, of all that adapters may be attached to."""
         return tuple(dict.fromkeys(name for kind in self.kinds for name in kind.projections))
 
     @property
@@ -107,12 +107,13 @@ class ModelSpec:
         """The part that contains a tensor or adapter, given by our name, and the name there. None: no layer's part."""
         first, _, rest = name.partition(".")
         number, _, rest = rest.partition(".")
-        module, _, inner = rest.partition(".")
-        if first == "layers" and number.isdecimal() and int(number) < len(self.layers):
-            for part in self.layers[int(number)].parts:
-                if part.module == module:
-                    return part, inner
-        return None, name
+        if first != "layers" or not number.isdecimal() or int(number) >= len(self.layers):
+            return None, name
+        found = [part for part in self.layers[int(number)].parts if rest.startswith(f"{part.module}.")]
+        if not found:
+            return None, name
+        part = max(found, key=lambda part: len(part.module))  # one may be inside another's module
+        return part, rest.removeprefix(f"{part.module}.")
 
     @cached_property
     def _norm_offsets(self) -> dict[str, float]:

@@ -13,7 +13,7 @@ import datetime
 import functools
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -514,15 +514,26 @@ def _warn_once(text: str) -> None:
     warnings.warn(text, stacklevel=3)
 
 
+def is_target(name: str) -> bool:
+    """Whether it is the name of a projection, alone or behind the modules that it is in (self_attn.gate_proj)."""
+    *modules, last = name.split(".")
+    return last in TARGETS and all(module.isidentifier() for module in modules)
+
+
+def ordered_targets(names: Collection[str]) -> tuple[str, ...]:
+    """In the order of TARGETS; paths follow the name that they end in."""
+    return tuple(sorted(names, key=lambda name: (TARGETS.index(name.rpartition(".")[2]), "." in name, name)))
+
+
 def expand_targets(targets: tuple[str, ...], where: str | None = None) -> tuple[str, ...]:
-    """Shorthands -> projection names, in the model's own order."""
+    """Shorthands -> names and paths of projections, in the model's own order."""
     if not targets:
         raise GraftuneError("targets is empty", where=where, fix="name at least one projection, or all_linear")
     wanted: set[str] = set()
     for target in targets:
         if target in TARGET_SHORTHANDS:
             wanted.update(TARGET_SHORTHANDS[target])
-        elif target in TARGETS:
+        elif is_target(target):
             wanted.add(target)
         else:
             raise GraftuneError(
@@ -530,7 +541,7 @@ def expand_targets(targets: tuple[str, ...], where: str | None = None) -> tuple[
                 where=where,
                 fix=f"use {', '.join(TARGETS)} or {', '.join(TARGET_SHORTHANDS)}",
             )
-    return tuple(p for p in TARGETS if p in wanted)
+    return ordered_targets(wanted)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from typing import Any
 
 from graftune.errors import GraftuneError
 from graftune.settings import other_tools
-from graftune.settings.config import TARGET_SHORTHANDS, TARGETS, Config, leaves
+from graftune.settings.config import TARGET_SHORTHANDS, Config, is_target, leaves
 from graftune.settings.tool_data import DATA_NAMES, convert_data
 from graftune.settings.tool_files import ToolFile, preference
 
@@ -160,7 +160,7 @@ def _take(result: Conversion, ours: str, name: str, value: Any) -> None:
     if ours == "targets":
         given = [str(target).strip() for target in (value if isinstance(value, list) else str(value).split(","))]
         given = ["all_linear" if target in ("all", "all-linear") else target for target in given]
-        known = [target for target in given if target in (*TARGETS, *TARGET_SHORTHANDS)]
+        known = [target for target in given if is_target(target) or target in TARGET_SHORTHANDS]
         if len(known) < len(given):
             result.leave(name, f"no adapter is trained on {', '.join(t for t in given if t not in known)}")
         if not known:

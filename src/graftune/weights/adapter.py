@@ -24,13 +24,15 @@ from graftune.errors import GraftuneError
 from graftune.io.files import check_inside, new_folder
 from graftune.model.arena import Arena
 from graftune.model.families import NORMS
-from graftune.model.lora import targets_of
-from graftune.settings.config import TARGETS, LoraConfig, expand_targets
+from graftune.model.lora import target_names, targets_of
+from graftune.model.spec import ModelSpec
+from graftune.settings.config import LoraConfig, expand_targets, is_target, ordered_targets
 from graftune.weights import experts, names, rows, safetensors_io
 from graftune.weights.adapter_fit import TABLES, Adapter, check_tables, fitted, place_adapter
 from graftune.weights.apr import load_apr
 from graftune.weights.base import Base
 from graftune.weights.finite import is_finite
+from graftune.weights.names import NamingScheme
 from graftune.weights.opening import read_json
 from graftune.weights.uniform_rank import with_uniform_rank
 
@@ -47,6 +49,7 @@ __all__ = [
     "save_adapter",
     "write_adapter",
 ]
+NAMINGS = ("checkpoint", "text", "multimodal")  # of an adapter's tensors
 CONFIG, TENSORS, OWN_FACTS = "adapter_config.json", "adapter_model.safetensors", "graftune.json"
 # PEFT options that change what the adapter computes and that this engine does not have.
 _REFUSED = {
@@ -75,6 +78,13 @@ def is_adapter(path: Path) -> bool:
     if path.suffix == ".apr" and path.is_file():
         return True
     return (path / CONFIG).is_file()
+
+
+def adapter_scheme(base: Base, naming: str) -> NamingScheme:
+    """How an adapter of this base names its tensors: as the class of the text model has them, as that of the
+    text-and-vision model, or (`checkpoint`) as the one of the two that the base's configuration is of."""
+    multimodal = base.multimodal if naming == "checkpoint" else naming == "multimodal"
+    return names.MULTIMODAL if multimodal else names.TEXT
 
 
 def save_adapter(
@@ -110,21 +120,29 @@ def adapter_tensors(arena: Arena, base: Base, embedding_rows: Mapping[str, torch
 
 
 def write_adapter(
-    folder: Path, tensors: Mapping[str, torch.Tensor], lora: LoraConfig, base: Base, facts: Mapping[str, Any]
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    lora: LoraConfig,
+    base: Base,
+    facts: Mapping[str, Any],
+    naming: str = "checkpoint",
 ) -> None:
-    """Tensors by our names, as the engine has them; what is at `folder` gives way if it is an adapter."""
+    """Tensors by our names, as the engine has them; what is at `folder` gives way if it is an adapter. `naming` is one
+    of NAMINGS."""
     if folder.exists() and not is_adapter(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise GraftuneError("is in use for something else", where=str(folder), fix="save the adapter to a new folder")
     shifts = {name: base.spec.norm_offset(name) for name in tensors}
     tensors = {name: t - shifts[name] if shifts[name] else t for name, t in tensors.items()}
     tensors = {name: rows.adapter_to_file(t, "folder", base.spec, name) for name, t in tensors.items()}
-    saved = {name.removesuffix(".weight").rpartition(".")[2] for name in tensors if ".lora_" not in name}
+    scheme = adapter_scheme(base, naming)
+    whole = [name.removesuffix(".weight") for name in tensors if ".lora_" not in name]
     stored = experts.adapters_to_peft(tensors, expand_targets(lora.targets))
     with new_folder(folder) as aside:
-        safetensors_io.write({names.to_peft(n): t for n, t in stored.items()}, aside / TENSORS, {"format": "pt"})
+        named = {names.to_peft(n, scheme): t for n, t in stored.items()}
+        safetensors_io.write(named, aside / TENSORS, {"format": "pt"})
         for name, values in (
-            (CONFIG, _peft_config(lora, base, facts, sorted(saved))),
-            (OWN_FACTS, _own_facts(lora, base, facts)),
+            (CONFIG, _peft_config(lora, base, facts, whole, scheme)),
+            (OWN_FACTS, _own_facts(lora, base, facts, scheme)),
         ):
             (aside / name).write_text(json.dumps(values, indent=2) + "\n")
         base.tokenizer.save(aside)
@@ -135,9 +153,20 @@ def write_adapter(
             )
 
 
-def _peft_config(lora: LoraConfig, base: Base, facts: Mapping[str, Any], modules_to_save: list[str]) -> dict[str, Any]:
-    targets = targets_of(base.spec, lora)
-    of_experts = experts.target_parameters(targets) if base.spec.experts else []
+def _peft_config(
+    lora: LoraConfig, base: Base, facts: Mapping[str, Any], whole: list[str], scheme: NamingScheme
+) -> dict[str, Any]:
+    """PEFT takes every module whose name ends in one of these names. Beside a vision tower, which may have the same,
+    modules are therefore named with their whole paths. `whole`: the modules that were trained whole."""
+    spec, targets = base.spec, targets_of(base.spec, lora)
+    of_experts = experts.target_parameters(targets) if spec.experts else []
+    matrices = [path for path in targets if not _is_experts(spec, path)]
+    target_modules = list(target_names(spec, matrices))
+    modules_to_save = sorted({name.rpartition(".")[2] for name in whole})
+    if scheme is names.MULTIMODAL:
+        layers = enumerate(spec.layers)
+        found = [f"layers.{index}.{path}" for index, kind in layers for path in kind.projections if path in matrices]
+        target_modules, modules_to_save = ([scheme.of(f"{n}.").removesuffix(".") for n in ns] for ns in (found, whole))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -147,7 +176,7 @@ def _peft_config(lora: LoraConfig, base: Base, facts: Mapping[str, Any], modules
         "lora_alpha": lora.resolved().alpha,
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
-        "target_modules": [t for t in targets if not base.spec.experts or t not in experts.PROJECTIONS],
+        "target_modules": target_modules,
         "target_parameters": of_experts or None,
         "modules_to_save": modules_to_save or None,
         "ensure_weight_tying": base.spec.tied and bool(lora.new_tokens),
@@ -158,9 +187,15 @@ def _peft_config(lora: LoraConfig, base: Base, facts: Mapping[str, Any], modules
     }
 
 
-def _own_facts(lora: LoraConfig, base: Base, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What PEFT's configuration has no field for."""
-    return {
+def _is_experts(spec: ModelSpec, path: str) -> bool:
+    parts = [part for kind in spec.kinds for part in kind.parts if path in map(part.path, part.projections)]
+    return any(part.expert_counts[0] for part in parts)
+
+
+def _own_facts(lora: LoraConfig, base: Base, facts: Mapping[str, Any], scheme: NamingScheme) -> dict[str, Any]:
+    """What PEFT's configuration has no field for, and the targets where it has the path of every module."""
+    targets = list(target_names(base.spec, targets_of(base.spec, lora)))
+    return ({"targets": targets} if scheme is names.MULTIMODAL else {}) | {
         "base_kind": base.kind,
         "base_name": base.name,
         "base_sha256": base.sha256,
@@ -198,6 +233,7 @@ def load_adapter(folder: Path) -> Adapter:
             f"holds {odd[0]}, which is not a known part of an adapter", where=str(folder / TENSORS),
             fix="this cannot be loaded here",
         )  # fmt: skip
+    values |= {"target_modules": ours["targets"]} if isinstance(ours.get("targets"), list) else {}
     with _sensible(path):
         lora, tensors, partial = _understood(values | {"new_tokens": ours.get("new_tokens")}, tensors, path)
     adapter = Adapter(
@@ -284,7 +320,7 @@ def _understood(
         of_experts = experts.from_target_parameters(parameters) if isinstance(parameters, list) else None
         listed = values.get("target_modules") or []
         targets = [*listed, *(of_experts or ())]
-        if of_experts is None or set(listed) & set(of_experts) or not set(targets) <= set(TARGETS):
+        if of_experts is None or set(listed) & set(of_experts) or not all(map(is_target, targets)):
             raise _uses(f"adapters on the parameters {parameters!r}", path)
         for key in ("rank_pattern", "alpha_pattern", "exclude_modules", "layers_to_transform"):
             if values.get(key):
@@ -303,7 +339,7 @@ def _understood(
         alpha=float(alpha),
         dropout=dropout,
         rslora=bool(values.get("use_rslora")),
-        targets=tuple(p for p in TARGETS if p in targets),
+        targets=ordered_targets(set(targets)),
         train_norms=bool(_saved(values) & NORMS),
         new_tokens=tuple(added),
     )

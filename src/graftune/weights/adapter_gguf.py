@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from graftune.errors import GraftuneError
-from graftune.model.families import by_architecture
-from graftune.settings.config import PROJECTIONS, TARGETS, LoraConfig
+from graftune.model.families import by_architecture, modules_of, short_targets
+from graftune.settings.config import TARGETS, LoraConfig
 from graftune.weights import experts
 from graftune.weights.adapter_fit import Adapter
 from graftune.weights.gguf_io import read_gguf
@@ -48,7 +47,7 @@ def load_gguf_adapter(path: Path) -> Adapter:
         tensors[f"{ours.removesuffix('weight')}lora_{match[2].upper()}.weight"] = tensor.values()
     return Adapter(
         path,
-        _settings(tensors, float(alpha), path),
+        _settings(tensors, float(alpha), path, modules_of([] if family is None else family.block_names)),
         tensors,
         str(get(BASE) or ""),
         str(get(BASE_SHA256) or ""),
@@ -59,15 +58,17 @@ def load_gguf_adapter(path: Path) -> Adapter:
     )
 
 
-def _settings(tensors: dict[str, torch.Tensor], alpha: float, path: Path) -> LoraConfig:
+def _settings(
+    tensors: dict[str, torch.Tensor], alpha: float, path: Path, modules: dict[str, tuple[str, ...]]
+) -> LoraConfig:
+    """`modules`: those that the family has each projection in."""
     ranks = {len(t) for n, t in tensors.items() if n.endswith("lora_A.weight") and not experts.is_expert_adapter(n)}
     ranks |= {t.shape[-1] for n, t in tensors.items() if n.endswith("lora_B.weight")}
     if len(ranks) != 1:
         what = "ranks that differ between projections" if ranks else "no tensors"
         raise GraftuneError(f"the adapter uses {what}", where=str(path), fix="this cannot be loaded here")
-    adapted: Any = {name.split(".")[-3] for name in tensors}
-    known = TARGETS
-    if any(experts.is_expert_adapter(name) for name in tensors):
-        adapted |= set(experts.PARAMETERS["gate_up_proj"]) if "gate_up_proj" in adapted else set()
-        known = PROJECTIONS
-    return LoraConfig(rank=ranks.pop(), alpha=alpha, targets=tuple(p for p in known if p in adapted))
+    adapted: set[str] = set()
+    for name in tensors:
+        projection = name.removesuffix(".weight").rpartition(".")[0].split(".", 2)[2]
+        adapted |= experts.paths_of(projection) if experts.is_expert_adapter(name) else {projection}
+    return LoraConfig(rank=ranks.pop(), alpha=alpha, targets=short_targets(adapted, modules))

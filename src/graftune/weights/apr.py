@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,16 +19,16 @@ from typing import Any
 import torch
 
 from graftune.errors import GraftuneError
-from graftune.model.families import MODULES
+from graftune.model.families import FAMILIES, MODULES, modules_of, short_targets
 from graftune.model.spec import ModelSpec
-from graftune.settings.config import TARGETS, LoraConfig
+from graftune.settings.config import LoraConfig
 from graftune.weights import apr_io, experts, rows
 from graftune.weights.adapter_fit import Adapter, fitted
 from graftune.weights.apr_io import AprFile, AprTensor
 
 SCHEMA = "1.3.0"
-_OURS = re.compile(r"layers\.(\d+)\.(?:self_attn|conv|mlp|shared_mlp|feed_forward)\.(\w+)\.lora_([AB])\.weight")
-_STORED = re.compile(r"lora\.(\d+)\.(\w+)\.lora_([ab])")
+_OURS = re.compile(r"layers\.(\d+)\.([\w.]+)\.lora_([AB])\.weight")
+_STORED = re.compile(r"lora\.(\d+)\.([\w.]+)\.lora_([ab])")
 _BESIDE = re.compile(r"(layers\.\d+\.[\w.]*)?\w*norm\.weight|(embed_tokens|lm_head)\.weight")
 
 
@@ -65,15 +65,20 @@ def save_apr(path: Path, adapter: Adapter, spec: ModelSpec, facts: Mapping[str, 
         },
     }
     ordered = {name: rows.adapter_to_file(t, "folder", spec, name) for name, t in adapter.tensors.items()}
-    tensors = {_stored(name): AprTensor.of(value.float()) for name, value in ordered.items()}
+    tensors = {_stored(name, spec): AprTensor.of(value.float()) for name, value in ordered.items()}
     apr_io.write(path, AprFile(metadata, tensors))
 
 
-def _stored(name: str) -> str:
+def _stored(name: str, spec: ModelSpec) -> str:
+    """The projection by its name, or by its path where another one of the layer has that name."""
     if experts.is_expert_adapter(name):
         raise GraftuneError("an APR file has no place for adapters on experts", fix="export to peft or gguf-lora")
     match = _OURS.fullmatch(name)
-    return f"lora.{match[1]}.{match[2]}.lora_{match[3].lower()}" if match else name
+    if match is None:
+        return name
+    last = match[2].rpartition(".")[2]
+    alike = [path for path in spec.layers[int(match[1])].projections if path.rpartition(".")[2] == last]
+    return f"lora.{match[1]}.{match[2] if len(alike) > 1 else last}.lora_{match[3].lower()}"
 
 
 def load_apr(path: Path) -> Adapter:
@@ -89,11 +94,12 @@ def load_apr(path: Path) -> Adapter:
             raise GraftuneError(f"its {key} is {value!r}", where=str(path), fix="export the adapter again")
     found = get("graftune")
     ours: dict[str, Any] = found if isinstance(found, dict) else {}
-    convolutions = ours.get("conv_layers")
-    tensors = {_ours(name, convolutions, path): tensor.values() for name, tensor in file.tensors.items()}
+    convolutions, family = ours.get("conv_layers"), FAMILIES.get(str(get("architecture")))
+    modules = MODULES if family is None else modules_of(family.block_names)
+    tensors = {_ours(name, modules, convolutions, path): tensor.values() for name, tensor in file.tensors.items()}
     return Adapter(
         path,
-        _settings(file.metadata, ours, tensors, path),
+        _settings(file.metadata, ours, tensors, modules, path),
         {name: value.float() for name, value in tensors.items()},
         str(ours.get("base") or ""),
         str(ours.get("base_sha256") or ""),
@@ -104,14 +110,16 @@ def load_apr(path: Path) -> Adapter:
     )
 
 
-def _ours(stored: str, convolutions: object, path: Path) -> str:
-    """`convolutions`: the layers with one; they decide between names that attention and convolutions share."""
+def _ours(stored: str, modules: Mapping[str, Collection[str]], convolutions: object, path: Path) -> str:
+    """`modules`: those that a projection may be in. `convolutions`: the layers with one; they decide between names that
+    attention and convolutions share."""
     match = _STORED.fullmatch(stored)
-    modules = MODULES.get(match[2], ()) if match else ()
-    if match and len(modules) > 1 and isinstance(convolutions, list):
-        modules = ("conv",) if int(match[1]) in convolutions else ("self_attn",)
-    if match and len(modules) == 1:
-        return f"layers.{match[1]}.{modules[0]}.{match[2]}.lora_{match[3].upper()}.weight"
+    within, _, last = match[2].rpartition(".") if match else ("", "", "")
+    found = [module for module in modules.get(last, ()) if within in ("", module)]
+    if match and {"conv", "self_attn"} == set(found) and isinstance(convolutions, list):
+        found = ["conv"] if int(match[1]) in convolutions else ["self_attn"]
+    if match and len(found) == 1:
+        return f"layers.{match[1]}.{found[0]}.{last}.lora_{match[3].upper()}.weight"
     if _BESIDE.fullmatch(stored):
         return stored
     raise GraftuneError(f"the adapter uses {stored}", where=str(path), fix="this cannot be loaded here")
@@ -123,14 +131,20 @@ def _is_sensible(value: Any) -> bool:
 
 
 def _settings(
-    metadata: Mapping[str, Any], ours: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], path: Path
+    metadata: Mapping[str, Any],
+    ours: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    modules: Mapping[str, Collection[str]],
+    path: Path,
 ) -> LoraConfig:
     rank, plain, stabilised = metadata["lora_rank"], metadata["lora_alpha"], ours.get("rslora_alpha")
     for name, value in tensors.items():
         match = _OURS.fullmatch(name)
         if match and (value.dim() != 2 or value.shape[0 if match[3] == "A" else 1] != rank):
             raise GraftuneError(
-                f"{_stored(name)} is {list(value.shape)} where the rank is {rank}", where=str(path), fix="export again"
+                f"lora.{match[1]}.{match[2]} is {list(value.shape)} where the rank is {rank}",
+                where=str(path),
+                fix="export again",
             )
     adapted = {match[2] for name in tensors if (match := _OURS.fullmatch(name))}
     new_tokens = ours.get("new_tokens") or []
@@ -144,7 +158,7 @@ def _settings(
         alpha=float(plain if stabilised is None else stabilised),
         dropout=float(dropout),
         rslora=stabilised is not None,
-        targets=tuple(p for p in TARGETS if p in adapted),
+        targets=short_targets(adapted, modules),
         train_norms=any(name.endswith("norm.weight") for name in tensors),
         new_tokens=tuple(new_tokens),
     )

@@ -116,9 +116,16 @@ def to_gguf(tensors: Mapping[str, RowSource], spec: ModelSpec) -> tuple[dict[str
     return plain, stacks
 
 
+def paths_of(parameter: str) -> set[str]:
+    """The projections that one of transformers' parameters holds; both are given by their paths."""
+    module, _, name = parameter.rpartition(".")
+    return {f"{module.removesuffix('.experts')}.{projection}" for projection in PARAMETERS[name]}
+
+
 def parameters_of(targets: tuple[str, ...]) -> list[str]:
-    """The parameters of transformers that the targets mean."""
-    return [parameter for parameter, projections in PARAMETERS.items() if set(projections) <= set(targets)]
+    """The parameters of transformers that the targets mean, which are names or paths."""
+    names = {target.removeprefix("mlp.") for target in targets}
+    return [parameter for parameter, projections in PARAMETERS.items() if set(projections) <= names]
 
 
 def target_parameters(targets: tuple[str, ...]) -> list[str]:

@@ -52,7 +52,8 @@ def _products(spec: ModelSpec, lora: LoraConfig) -> Iterator[tuple[int, int, int
     targets = targets_of(spec, lora)
     for part in (part for kind in spec.kinds for part in kind.parts):
         for name, (out, width) in part.products.items():
-            yield out, width, adapter_columns_of(part.groups.get(name, ()), targets, lora.rank)
+            paths = [part.path(member) for member in part.groups.get(name, ())]
+            yield out, width, adapter_columns_of(paths, targets, lora.rank)
 
 
 def build_decoder(
@@ -283,7 +284,8 @@ class _PartPlacer:
         placer, members = self.placer, self.part.groups[group]
         adapter = lora_group(placer.arena, self.part, group, placer.lora, self.layer)
         adapted = targets_of(placer.spec, placer.lora) if adapter is not None and placer.on_gpu else ()
-        adapter_columns = adapter_columns_of(members, adapted, placer.lora.rank)
+        paths = [self.part.path(member) for member in members]
+        adapter_columns = adapter_columns_of(paths, adapted, placer.lora.rank)
         names = [f"{self.stem}.{member}.weight" for member in members]
         shapes = [self.part.projections[member] for member in members]
         mask_id = self.layer * 8 + self.first + list(self.part.groups).index(group)

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from graftune.errors import GraftuneError
-from graftune.model.families import MODULES
-from graftune.model.lora import targets_of, weight_name
+from graftune.model.families import MODULES, short_targets
+from graftune.model.lora import targets_of
 from graftune.model.spec import ModelSpec
-from graftune.settings.config import TARGETS
+from graftune.settings.config import TARGETS, is_target, ordered_targets
+from graftune.weights import names
 
 MOST_PATTERNS = 4000  # one for each module of a model, and more
 SECONDS = 1.0  # for an expression and a name; real ones take microseconds
@@ -48,16 +49,20 @@ def with_uniform_rank(
                 fix="copy the adapter again",
             )  # fmt: skip
     alphas = _values(values.get("alpha_pattern"), ranks, values["lora_alpha"])
-    rank, found = max(ranks.values()), {module.rpartition(".")[2] for module in downs}
+    rank, found = max(ranks.values()), {module.split(".", 2)[2] for module in downs}
     named = values.get("target_modules")
-    listed = set(named) & set(TARGETS) if isinstance(named, list) else set()
+    words = {path.rpartition(".")[2] for path in found}
+    listed = {each for each in named if is_target(each)} if isinstance(named, list) else set()
+    listed = words if named == "all-linear" else listed
     partial = bool(
         values.get("exclude_modules")
         or values.get("layers_to_transform") is not None
         or (isinstance(named, str) and named != "all-linear")
-        or (isinstance(named, list) and set(named) - set(TARGETS))
+        or (isinstance(named, list) and set(named) - listed)
     )
-    targets = tuple(t for t in TARGETS if t in (found if partial else found | listed))
+    listed &= words | found if partial else {*TARGETS} | found
+    others = {path for path in found if not {path, path.rpartition(".")[2]} & listed}
+    targets = ordered_targets({*short_targets(others), *listed})
     if len(set(ranks.values())) == len(set(alphas.values())) == 1:
         return dict(tensors), rank, next(iter(alphas.values())), targets, partial
 
@@ -83,7 +88,7 @@ def filled(tensors: Mapping[str, torch.Tensor], spec: ModelSpec, lora: Any) -> d
     for layer, kind in enumerate(spec.layers):
         for target, (out, into) in kind.projections.items():
             for matrix, size in (("A", (lora.rank, into)), ("B", (out, lora.rank))) if target in targets else ():
-                made.setdefault(weight_name(spec, layer, target, f"lora_{matrix}.weight"), torch.zeros(size))
+                made.setdefault(f"layers.{layer}.{target}.lora_{matrix}.weight", torch.zeros(size))
     return made
 
 
@@ -102,7 +107,8 @@ def _values(pattern: Any, modules: Mapping[str, Any], default: float) -> dict[st
     try:
         keys = [(regex.compile(rf"(.*\.)?({key})$"), float(value)) for key, value in pattern.items()]
         for module in modules:
-            fitting = (value for key, value in keys if key.match(f"model.{module}", timeout=SECONDS))
+            paths = (names.TEXT.of(module), names.MULTIMODAL.of(module))
+            fitting = (value for key, value in keys if any(key.match(path, timeout=SECONDS) for path in paths))
             found[module] = next(fitting, float(default))
     except (regex.error, OverflowError, RecursionError, TimeoutError) as error:
         raise ValueError(f"a pattern of its modules cannot be matched: {error}") from None

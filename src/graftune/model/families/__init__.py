@@ -6,7 +6,7 @@ the names of tensors. To add a family, add an instance of `Family` to the file o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from graftune.errors import GraftuneError
@@ -23,16 +23,21 @@ from graftune.model.families.qwen import QWEN
 from graftune.model.families.reading import Config
 from graftune.model.families.refused import REFUSED
 from graftune.model.spec import ModelSpec
-from graftune.settings.config import TARGETS
+from graftune.settings.config import TARGETS, ordered_targets
+
+
+def modules_of(names: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """The modules that each projection is in, of tensors by our names behind `layers.N.`."""
+    split = [name.rpartition(".") for name in names]
+    return {target: tuple(module for module, _, name in split if name == target) for target in TARGETS}
+
 
 # Of several with one architecture, those with a marker come first.
 FAMILIES = {family.name: family for family in (*LLAMA, *QWEN, *GEMMA, *PHI, *GRANITE, *OLMO, *LFM2, *EXAONE, *HUNYUAN)}
 MODEL_TYPES = {family.hf_type: family for family in FAMILIES.values()}
 _NAMES = sorted({name for family in FAMILIES.values() for name in family.block_names})
 # The modules that a projection may be in, over all families.
-MODULES = {
-    target: tuple(name.rpartition(".")[0] for name in _NAMES if name.rpartition(".")[2] == target) for target in TARGETS
-}
+MODULES = modules_of(_NAMES)
 # The norms of all families, by the last part of their names.
 NORMS = {
     name.rpartition(".")[2]
@@ -40,6 +45,18 @@ NORMS = {
     for name in (*family.block_names, *family.top_names)
     if name.endswith("norm")
 }
+
+
+def short_targets(paths: Collection[str], modules: Mapping[str, Collection[str]] | None = None) -> tuple[str, ...]:
+    """The targets of an adapter on these paths, of which the base is not known: a name alone where the adapter is on
+    all projections of that name. `modules`: those that a projection may be in; by default, of any family."""
+    found: dict[str, set[str]] = {}
+    for path in paths:
+        module, _, name = path.rpartition(".")
+        found.setdefault(name, set()).add(module)
+    known = MODULES if modules is None else modules
+    whole = {name for name, within in found.items() if set(known.get(name, ())) <= within}
+    return ordered_targets(whole | {path for path in paths if path.rpartition(".")[2] not in whole})
 
 
 def family_of(spec: ModelSpec) -> Family:

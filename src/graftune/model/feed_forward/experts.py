@@ -103,8 +103,9 @@ class ExpertsSpec(FeedForwardSpec):
 
     def adapters(self, targets: Collection[str], rank: int, dropout: float) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Gate and up are one here, and dropout on what an expert reads is nothing PEFT could load."""
-        found = [parameter for parameter, members in PARAMETERS.items() if set(members) & set(targets)]
-        if "gate_up_proj" in found and not set(PARAMETERS["gate_up_proj"]) <= set(targets):
+        paths = {parameter: {self.path(member) for member in members} for parameter, members in PARAMETERS.items()}
+        found = [parameter for parameter in PARAMETERS if paths[parameter] & set(targets)]
+        if "gate_up_proj" in found and not paths["gate_up_proj"] <= set(targets):
             raise GraftuneError(
                 "the experts hold gate and up as one weight, and only one of the two is a target",
                 fix="target gate_proj and up_proj, or neither",
