@@ -91,6 +91,7 @@ def test_a_gguf_trains_and_goes_out_as_a_folder(both: tuple[str, Path, Path], tm
     _, folder, gguf = both
     side, folders = oracle.whole(gguf), family_of(open_base(str(folder)).spec)
     loss, grads = side.gradients(examples(20, 33))
+    grads = oracle.as_stored(grads, side.base.spec)
     model = tiny.load_hf(folder)
     total = oracle.loss_sum(model, examples(20, 33))
     total.backward()

@@ -25,7 +25,7 @@ EXACT = 1e-4  # of log-probabilities over fp32 files: 3e-5 measured at worst
 VARIANTS = (
     *("llama", "mistral", "qwen2", "qwen3", "llama-llama3", "llama-yarn", "llama-untied"),
     *("gemma3", "gemma3-linear", "gemma2", "phi3", "phi3-far", "granite", "smollm3", "olmo2", "olmo3"),
-    *("lfm2", "gemma", "granitemoehybrid", "exaone4"),
+    *("lfm2", "gemma", "granitemoehybrid", "exaone4", "glm4", "ernie4_5"),
 )
 
 

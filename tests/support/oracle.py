@@ -16,10 +16,11 @@ from graftune.data.pack import pack
 from graftune.model.arena import Arena
 from graftune.model.decoder import Decoder, PackedDocuments
 from graftune.model.lora import build_arena, initialise, targets_of
+from graftune.model.spec import ModelSpec
 from graftune.runtime import DTYPES, resolve
 from graftune.settings.config import LoraConfig
 from graftune.step.step import Step
-from graftune.weights import names
+from graftune.weights import names, rows
 from graftune.weights.base import Base, open_base
 from graftune.weights.load import build_decoder
 from graftune.weights.model import hf_config
@@ -122,7 +123,8 @@ def peft_model(model: Any, ours_: Ours) -> Any:
     )
     wrapped = peft.get_peft_model(model, config)
     ours_name = {peft_name(n): n for n in ours_.arena.slots}
-    state = {name: ours_.arena.view(n, ours_.arena.weights) for name, n in ours_name.items()}
+    values = as_stored({n: ours_.arena.view(n, ours_.arena.weights) for n in ours_.arena.slots}, spec)
+    state = {name: values[n] for name, n in ours_name.items()}
     own = plain_names(wrapped.named_parameters())
     with torch.no_grad():
         for name, value in state.items():
@@ -134,6 +136,11 @@ def peft_model(model: Any, ours_: Ours) -> Any:
 def plain_names(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Parameters of a PEFT model as those of a text model, also where it is inside a text-and-vision model."""
     return {names.to_peft(names.from_peft(name)): value for name, value in named}
+
+
+def as_stored(tensors: dict[str, torch.Tensor], spec: ModelSpec) -> dict[str, torch.Tensor]:
+    """Weights or gradients by our names, in the order that the family's folders have."""
+    return {name: rows.adapter_to_file(value, "folder", spec, name) for name, value in tensors.items()}
 
 
 def peft_name(ours_name: str) -> str:

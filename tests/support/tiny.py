@@ -29,7 +29,7 @@ ROPE: dict[str, dict[str, Any]] = {
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
 }
-TIED = ("gemma", "gemma2", "gemma3", "smollm3", "lfm2")
+TIED = ("gemma", "gemma2", "gemma3", "smollm3", "lfm2", "ernie4_5")
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6, "tie_word_embeddings": True}
 # Every family: the class of its configuration in transformers, and its options beside those of all. Layers are of both
 # kinds wherever there are two. A row here is checked by all tests that go over families: logits and gradients against
@@ -80,6 +80,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_n_heads": 6,
         },
     ),
+    "glm4": ("Glm4Config", {"pad_token_id": 0}),
+    "ernie4_5": ("Ernie4_5Config", {"tie_word_embeddings": True, "pad_token_id": 0}),
     "exaone4": ("Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "granite_swa": (
         "GraniteSWAConfig",
@@ -154,6 +156,7 @@ VARIANTS = (
     "smollm3-window",
     "olmo3-yarn",
     "exaone4-window",
+    "glm4-unbiased",
 )
 LONG = {
     "rope_type": "longrope",
@@ -183,6 +186,7 @@ VARIANT_OPTIONS: dict[str, dict[str, Any]] = {
     },
     "phi3-window": {"sliding_window": 5},
     "granite-yarn": {"num_key_value_heads": 6},
+    "glm4-unbiased": {"attention_bias": False},
     "exaone4-window": {"num_hidden_layers": 5, "sliding_window": 6, "layer_types": None},
     # llama.cpp has windows in models of 64 layers only
     "exaone4-deep": {"num_hidden_layers": 64, "sliding_window": 6, "layer_types": None},

@@ -13,6 +13,7 @@ from graftune.errors import GraftuneError
 from graftune.model.families.common import Family
 from graftune.model.families.exaone import EXAONE
 from graftune.model.families.gemma import GEMMA
+from graftune.model.families.glm import GLM
 from graftune.model.families.granite import GRANITE
 from graftune.model.families.hunyuan import HUNYUAN
 from graftune.model.families.lfm2 import LFM2
@@ -33,7 +34,19 @@ def modules_of(names: Collection[str]) -> dict[str, tuple[str, ...]]:
 
 
 # Of several with one architecture, those with a marker come first.
-FAMILIES = {family.name: family for family in (*LLAMA, *QWEN, *GEMMA, *PHI, *GRANITE, *OLMO, *LFM2, *EXAONE, *HUNYUAN)}
+_GROUPS = (
+    LLAMA,
+    QWEN,
+    GEMMA,
+    PHI,
+    GRANITE,
+    OLMO,
+    LFM2,
+    EXAONE,
+    HUNYUAN,
+    GLM,
+)
+FAMILIES = {family.name: family for group in _GROUPS for family in group}
 MODEL_TYPES = {family.hf_type: family for family in FAMILIES.values()}
 _NAMES = sorted({name for family in FAMILIES.values() for name in family.block_names})
 # The modules that a projection may be in, over all families.
