@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from graftune.api import export
 from graftune.errors import GraftuneError
 from graftune.infer.sample import Sampling
-from graftune.model.families import family_of
+from graftune.model.families import family_of, from_gguf
 from graftune.weights.base import open_base
+from graftune.weights.gguf_io import read_gguf
 from graftune.weights.model import hf_config, save_model
 from tests.exporting import models
 from tests.exporting.judges import LlamaCpp, gap, opened, ours
@@ -74,6 +75,17 @@ def test_long_rope_is_llama_cpps(tmp_path: Path) -> None:
     decoder = run.parts.decoder
     decoder.ropes = (decoder.ropes[0]._replace(limit=1000),)
     assert gap(got, ours(run, document)[-1]) > 1e-2, "the factors make a difference"
+
+
+def test_a_ministral_that_llama_cpp_converted_is_read(tmp_path: Path) -> None:
+    """Its converter writes yarn's mscale_all_dim and no attention factor."""
+    folder = models.make_folder("ministral3", tmp_path / "model")
+    file = read_gguf(export(str(folder), "gguf", kind="F32", out=str(tmp_path / "m.gguf")).path)
+    theirs = dict(file.metadata) | {"mistral3.rope.scaling.yarn_log_multiplier": 1.0}
+    del theirs["mistral3.rope.scaling.attn_factor"]
+    (rope,), (wanted,) = from_gguf(theirs, file.tensors, "").ropes, open_base(str(folder)).spec.ropes
+    assert rope.build().scaling == pytest.approx(1.0) == wanted.build().scaling
+    assert (rope.temperature, rope.temperature_length) == (pytest.approx(0.3), 16)
 
 
 def test_windows_of_exaone4_are_llama_cpps(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ PER_BLOCK = {
     "hunyuan_v1_dense": 11,
     "granite_swa": 10,
     "glm4": 13,
+    "ministral3": 9,
 }
 
 

@@ -95,6 +95,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_rope_theta": [0, 10000.0, 10000.0, 10000.0, 0],
         },
     ),
+    "ministral3": (
+        "Ministral3Config",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            },
+            "pad_token_id": 0,
+        },
+    ),
     "hunyuan_v1_dense": (
         "HunYuanDenseV1Config",
         {"rope_parameters": {"rope_type": "dynamic", "alpha": 7.0, "factor": 1.0}, "pad_token_id": 0},
@@ -121,6 +136,22 @@ VISION: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_end_token_id": 253,
         },
     ),
+    "ministral3-vision": (
+        "Mistral3Config",
+        {
+            "vision_config": {
+                "model_type": "pixtral",
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "head_dim": 8,
+                "image_size": 8,
+                "patch_size": 4,
+            },
+            "image_token_index": 250,
+        },
+    ),
     "gemma3-vision": (
         "Gemma3Config",
         {
@@ -143,6 +174,7 @@ VISION: dict[str, tuple[str, dict[str, Any]]] = {
 VARIANTS = (
     *FAMILIES,
     "gemma3-vision",
+    "ministral3-vision",
     "llama-linear",
     "llama-llama3",
     "llama-yarn",
@@ -226,7 +258,8 @@ def config(variant: str) -> dict[str, Any]:
     options = {name: value for name, value in options.items() if (name, value) != ("head_dim", None)}
     if variant not in VISION:
         return options
-    outer = {"model_type": family, "text_config": options, "tie_word_embeddings": options["tie_word_embeddings"]}
+    outer_type = {"ministral3": "mistral3"}.get(family, family)
+    outer = {"model_type": outer_type, "text_config": options, "tie_word_embeddings": options["tie_word_embeddings"]}
     return outer | copy.deepcopy(VISION[variant][1])
 
 

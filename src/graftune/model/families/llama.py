@@ -2,18 +2,21 @@
 
 GGUF knows Mistral's models and Mixtral's as llama: which of them a file holds, its keys tell. llama.cpp does not know
 their windows: the key is written all the same, for our own reader, and an export of a model with one says so.
+Ministral 3 scales queries by their position.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from graftune.model.families.common import Family
-from graftune.model.families.reading import Getter
+from graftune.model.families.reading import Config, Getter
 from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.part import MixerSpec
+from graftune.model.rotary import RopeSpec, yarn_attention
 from graftune.model.spec import ModelSpec
 
 _EXPERT_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's, and ours
@@ -60,6 +63,37 @@ class SmolLm3(Family):
         return super().config(spec, where) | {"no_rope_layers": [int(each) for each in rotated]}
 
 
+@dataclass(frozen=True)
+class Ministral3(Family):
+    """Multiplies queries by 1 + beta * log(1 + position // original length); the beta stands beside rope's values."""
+
+    def ropes(self, get: Getter, head_width: int) -> tuple[RopeSpec, RopeSpec]:
+        full, local = super().ropes(get, head_width)
+        values = get.config.get("rope_parameters") or get.config.get("rope_scaling") or {}
+        beta, length = values.get("llama_4_scaling_beta"), values.get("original_max_position_embeddings")
+        if not beta:
+            return full, local
+        full = replace(full, temperature=float(beta), temperature_length=int(length or 0))
+        return full, full
+
+    def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
+        config = super().gguf_config(metadata, tensors, where)
+        scaling = config["rope_scaling"]
+        scaling["llama_4_scaling_beta"] = metadata.get(f"{self.arch}.attention.temperature_scale")
+        if every := metadata.get(f"{self.arch}.rope.scaling.yarn_log_multiplier"):  # llama.cpp divides by its mscale
+            scaling["attention_factor"] /= yarn_attention(scaling["factor"], every)
+        return config
+
+    def config(self, spec: ModelSpec, where: str = "") -> dict[str, Any]:
+        found, rope = super().config(spec, where), spec.ropes[0]
+        length = rope.temperature_length or rope.scaling.original_length or spec.max_positions
+        values = {"llama_4_scaling_beta": rope.temperature, "original_max_position_embeddings": length}
+        return found | {"rope_scaling": {"rope_type": "default"} | (found["rope_scaling"] or {}) | values}
+
+    def gguf_keys(self, spec: ModelSpec, where: str) -> dict[str, Any]:
+        return super().gguf_keys(spec, where) | {"attention.temperature_scale": spec.ropes[0].temperature}
+
+
 LLAMA = (
     Mixtral(
         "mixtral",
@@ -75,7 +109,17 @@ LLAMA = (
         "mistral",
         "MistralForCausalLM",
         architecture="llama",
+        outer=("mistral3",),
         gguf_marker="attention.sliding_window",
+        windows="all",
+        interleaved=("gguf",),
+    ),
+    Ministral3(
+        "ministral3",
+        "Ministral3ForCausalLM",
+        architecture="mistral3",
+        outer=("mistral3",),
+        defaults={"rms_norm_eps": 1e-5},
         windows="all",
         interleaved=("gguf",),
     ),
