@@ -1,7 +1,8 @@
 """Runs real chat templates, a folder of Jinja files, through the judge: python -m tests.fuzz.public_templates FOLDER
 
 What stands before the author's first text in a trained run is printed where it is neither blank nor part of what the
-rendering has after the prompt, so that a person can look at it.
+rendering has after the prompt, so that a person can look at it. A template NAME.jinja with a NAME_training.jinja beside
+it, as TRL ships them, is also compared with the generation marks of that one (training_marks.py).
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import argparse
 import collections
 import random
-import re
 import sys
 from pathlib import Path
 
@@ -18,9 +18,8 @@ from graftune.errors import GraftuneError
 from graftune.settings.config import DataConfig
 from tests.data.generated import conversations
 from tests.data.template_judge import Verdict, judge_public, opened
-
-CONTROL = re.compile(r"<\|[^<>\s'\"{}|]{1,40}\|?>|<[^<>\s'\"{}|/]{1,40}\|>|<\uff5c[^<>\uff5c\s]{1,40}\uff5c>|"
-                     r"<(?:start_of_turn|end_of_turn|sop|s|/s|eot|bot)>|\[/?[A-Z_]{3,30}\]")  # fmt: skip
+from tests.data.training_marks import CONTROL, compare, encoder_of
+from tests.data.training_marks import conversations as marked_conversations
 
 
 def main() -> int:
@@ -31,12 +30,14 @@ def main() -> int:
     given = parser.parse_args()
     counts, seen = collections.Counter[str](), set[tuple[str, str, str]]()
     for path in sorted(given.folder.glob("*.jinja*")):
-        if given.only not in path.name:
+        if given.only not in path.name or path.stem.endswith("_training"):
             continue
+        training = path.with_name(f"{path.stem}_training.jinja")
         source = path.read_text()
         names = tuple(sorted(set(CONTROL.findall(source)) | {"<|eom|>"}))
         try:
-            encoder = RowEncoder(opened(source, names), DataConfig(max_seq_len=1 << 16, append_eos=True), "data")
+            config = DataConfig(max_seq_len=1 << 16, append_eos=True, train_reasoning="all")
+            encoder = RowEncoder(opened(source, names), config, "data")
             encoder._open()
         except GraftuneError as error:
             counts["template refused"] += 1
@@ -49,8 +50,26 @@ def main() -> int:
             if verdict.kind in given.show.split(",") and key not in seen:
                 seen.add(key)
                 print(f"== {path.name}, {name}: {verdict.kind}\n  {verdict.detail}")
+        if training.is_file():
+            counts.update(compared_with_marks(path.name, source, training.read_text()))
     print(dict(counts))
     return int(any(counts[kind] for kind in ("wrong", "silent", "crash")))
+
+
+def compared_with_marks(name: str, source: str, training: str) -> collections.Counter[str]:
+    """Prints, for conversations whose trained tokens no policy derives from the marks, what differs."""
+    counts, encoder = collections.Counter[str](), encoder_of(source, {})
+    for title, messages, tools in marked_conversations():
+        try:
+            found = compare(encoder, training, messages, tools, {})
+        except Exception as error:  # the template does not take the conversation
+            counts["marks: not rendered"] += 1
+            print(f"-- {name}, {title}: {error!r}"[:200])
+            continue
+        counts["marks: other tokens" if found.fault else "marks: equal"] += 1
+        if found.fault:
+            print(f"** {name}, {title}: {found.fault}")
+    return counts
 
 
 if __name__ == "__main__":
