@@ -179,16 +179,19 @@ def export(
     any_base: bool = False,
     add: Sequence[str] = (),
     force: bool = False,
+    adapter_names: str = "checkpoint",
     console: Console | None = None,
 ) -> Exported:
     """Write a run, an adapter or a base for other programs. `to` is peft, merged, gguf-lora, gguf or apr; `kind` is a
     type such as Q8_0 (or, merged, BF16); `add` are further adapters, each PATH or PATH=WEIGHT, whose changes are added.
+    `adapter_names` (of peft): the class whose names the adapter has, checkpoint, text or multimodal.
 
     Example:
         print(graftune.export("runs/mine", "gguf", kind="Q8_0").path)
     """
     places = {"out": arguments.path_text(out, "out"), "base": arguments.path_text(base, "base")}
     how = {"revision": revision, "any_base": any_base, "add": add, "force": force, "console": console}
+    how["adapter_names"] = adapter_names
     return export_target(arguments.path_text(target, "target"), to, kind=kind, **places, **how)  # type: ignore[arg-type]
 
 

@@ -61,7 +61,8 @@ FROZEN = {
         --max-unpacked --no-append-eos --no-strict --out --prompt-form --revision --strict --template --template-vars
         --train-on --train-reasoning --val-split BASE DATA MORE""",
     "doctor": "--json --revision BASE",
-    "export": "--add --any-base --base --force --json --no-any-base --out --quiet --revision --to --type TARGET",
+    "export": """--adapter-names --add --any-base --base --force --json --no-any-base --out --quiet --revision --to
+        --type TARGET""",
     "import": "--from --json --out FILE",
     "runs": "--json FOLDER",
     "watch": "--device --host --port --quiet --token FOLDER",

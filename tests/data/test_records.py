@@ -184,7 +184,22 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "deep messages": ({"messages": "[" * 100_000}, "broken JSON: in column 'messages' (nested too deeply)"),
     "nothing said": (call(), "blank response: message 2"),
     "picture": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ASKED[1]]},
-                "message 1 has content that is not text ('image_url')"),
+                "images (only text is trained): message 1 has a part of the type 'image_url'"),
+    "picture without a type": ({"messages": [{"role": "user", "content": [{"image": "a.png"}]}, ASKED[1]]},
+                               "images (only text is trained): message 1 has a part of the type 'image'"),
+    "sound": ({"prompt": [{"role": "user", "content": [{"type": "input_audio"}]}], "completion": [ASKED[1]]},
+              "audio (only text is trained): message 1 has a part of the type 'input_audio'"),
+    "film of an answer": ({"messages": [ASKED[0], {**ASKED[1], "content": [{"type": "video"}]}]},
+                          "video (only text is trained): message 2"),
+    "pictures of a turn": ({"messages": [{**ASKED[0], "images": ["a.png"]}, ASKED[1]]},
+                           "images (only text is trained): message 1 has 'images'"),
+    "pictures of ShareGPT": ({"conversations": SHAREGPT, "images": ["a.png"]}, "images (only text is trained): column"),
+    "picture beside an answer": ({"prompt": "a", "response": "b", "Image": {"bytes": b"x", "path": None}},
+                                 "images (only text is trained): column 'Image'"),
+    "sound beside a text": ({"text": "a", "audio": "a.wav"}, "audio (only text is trained): column 'audio'"),
+    "films of an alpaca": ({"instruction": "a", "output": "b", "videos": ["a.mp4"]}, "video (only text is trained)"),
+    "something else": ({"messages": [{"role": "user", "content": [{"type": "file"}]}, ASKED[1]]},
+                       "message 1 has content that is not text ('file')"),
     "bytes": ({"prompt": b"a", "response": "b"}, "'prompt' must be text, is bytes"),
     "tools of text": ({"messages": ASKED, "tools": ["f"]}, "'tools' must be a list of objects"),
 }  # fmt: skip
@@ -196,6 +211,12 @@ def test_refused_by_a_true_reason(name: str) -> None:
     with pytest.raises(Refusal) as caught:
         to_record(row)
     assert reason in caught.value.text
+
+
+@pytest.mark.parametrize("empty", [None, "", [], {}, {"bytes": None, "path": None}, [None]])
+def test_columns_for_pictures_without_one_are_no_reason(empty: Any) -> None:
+    assert to_record({"prompt": "a", "response": "b", "images": empty}).messages
+    assert to_record({"messages": [{**ASKED[0], "images": empty}, ASKED[1]]}).messages
 
 
 HH = "\n\nHuman: Hi\n\nAssistant: "

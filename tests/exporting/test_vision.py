@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from graftune.api import export
 from graftune.errors import GraftuneError
+from graftune.weights import names
+from graftune.weights.adapter import load_adapter
 from graftune.weights.base import open_base
 from graftune.weights.carried import CarriedTensor
+from graftune.weights.describe import base_facts
 from graftune.weights.gguf_io import read_gguf
 from graftune.weights.model import hf_config, save_model
 from graftune.weights.safetensors_io import weight_files
@@ -51,8 +55,6 @@ def make_folder(variant: str, folder: Path, shard: str = "1GB") -> Path:
 
 
 def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
     return {name: t for file in weight_files(folder) for name, t in load_file(folder / file).items()}
 
 
@@ -130,6 +132,7 @@ def test_tensors_outside_the_text_model_are_never_read(tmp_path: Path, monkeypat
     monkeypatch.setattr(CarriedTensor, "pieces", lambda self: pytest.fail("a carried tensor is read"))
     base = open_base(str(folder))
     assert set(base.carried) == {name for name in tensors if not is_text(name)}
+    assert base_facts(base)["not loaded"].startswith(f"{len(base.carried)} tensors outside the text model (")
     assert all(isinstance(t.data, np.memmap) for t in base.carried.values()), "a view of the file"
     assert torch.equal(oracle.ours(folder, random_b=False).logits([[5, 80, 7]]), want)
     assert not any("vision" in name or "mtp" in name for name in oracle.whole(folder).arena.slots)
@@ -176,3 +179,84 @@ def test_blocks_that_predict_further_tokens_are_no_layers(tmp_path: Path) -> Non
     done = export(str(file), "merged", out=str(tmp_path / "merged"))
     assert len(open_base(str(done.path)).spec.layers) == 3
     assert "2 tensors outside the text model are not in this export" in " ".join(done.notes)
+
+
+def text_class(variant: str) -> Any:
+    """The text model alone, in transformers' class for it, with the weights of the text-and-vision model."""
+    import transformers
+
+    whole = tiny.hf_model(variant)
+    config = whole.config.get_text_config()
+    if config.model_type == "gemma3_text":
+        model = transformers.Gemma3ForCausalLM(config)
+    else:  # the text model of Qwen3-VL has no class of its own and computes what Qwen 3 does
+        options = {**config.to_dict(), "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**options))
+    state = {names.TEXT.of(o): t for n, t in whole.state_dict().items() if (o := names.MULTIMODAL.ours(n))}
+    missing = model.load_state_dict(state, strict=False)
+    assert not missing.unexpected_keys and set(missing.missing_keys) <= {"lm_head.weight"}
+    return model.float().eval()
+
+
+def with_peft(model: Any, adapter: Path) -> Any:
+    """The model with the adapter, which PEFT loads without a missing or unexpected key."""
+    import peft
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*(missing|unexpected).*")
+        wrapped = peft.PeftModel.from_pretrained(model, adapter)
+    found = peft.set_peft_model_state_dict(wrapped, peft.load_peft_weights(str(adapter)))
+    missing = [n for n in found.missing_keys if "lora_" in n or "modules_to_save" in n]
+    assert not missing and not found.unexpected_keys
+    trained = [n for n, _ in wrapped.named_parameters() if "lora_" in n or "modules_to_save" in n]
+    assert not any("vision" in n or "visual" in n for n in trained), "adapters on the text model alone"
+    return wrapped.eval()
+
+
+@pytest.mark.parametrize("settings", [{}, {"targets": "qv", "train_norms": True}], ids=["all", "norms"])
+@pytest.mark.parametrize("variant", VISION)
+def test_peft_loads_adapters_into_both_classes(variant: str, settings: Any, tmp_path: Path) -> None:
+    folder, documents = make_folder(variant, tmp_path / "model"), [[5, 80, 7, 99, 130], [40, 41]]
+    own = trained(folder, tmp_path / "adapter", **settings)
+    paths = {"checkpoint": own}
+    for naming in ("text", "multimodal"):
+        paths[naming] = export(str(own), "peft", out=str(tmp_path / naming), adapter_names=naming).path
+    keys = {naming: set(load_file(path / "adapter_model.safetensors")) for naming, path in paths.items()}
+    assert keys["checkpoint"] == keys["multimodal"] and not keys["text"] & keys["multimodal"]
+    assert all(n.startswith("base_model.model.model.language_model.") for n in keys["multimodal"])
+    read = {naming: load_adapter(path) for naming, path in paths.items()}
+    for adapter in read.values():  # either is read to the bit
+        assert adapter.lora == read["checkpoint"].lora and not adapter.partial
+        assert set(adapter.tensors) == set(read["checkpoint"].tensors)
+        assert all(torch.equal(t, read["checkpoint"].tensors[n]) for n, t in adapter.tensors.items())
+    run = opened(folder, paths["text"])
+    want = oracle.Ours(run.base, run.parts.decoder, run.parts.arena, run.config.lora).logits(documents)
+    models_ = {"text": text_class(variant), "multimodal": tiny.hf_model(variant)}
+    for naming, model in models_.items():
+        with torch.no_grad():
+            before = torch.cat([model(torch.tensor([d])).logits[0] for d in documents])
+            wrapped = with_peft(model, paths[naming])
+            got = torch.cat([wrapped(torch.tensor([d])).logits[0] for d in documents])
+        assert (got - want).abs().max() < 1e-4 and (before - want).abs().max() > 1e-2, naming
+    with pytest.raises(GraftuneError, match="adapter_names is text and the format is merged"):
+        export(str(own), "merged", adapter_names="text")
+
+
+def test_adapters_of_older_versions_are_read(tmp_path: Path) -> None:
+    """Their classes had the text model as language_model.model."""
+    folder = make_folder("gemma3-vision", tmp_path / "model")
+    own = trained(folder, tmp_path / "adapter")
+    want, file = load_adapter(own), own / "adapter_model.safetensors"
+    old = {
+        n.replace("model.model.language_model.", "model.language_model.model."): t for n, t in load_file(file).items()
+    }
+    save_file(old, file, {"format": "pt"})
+    (own / "graftune.json").unlink()
+    settings = json.loads((own / "adapter_config.json").read_text())
+    settings["target_modules"] = r".*language_model.*\.(self_attn|mlp)\.\w+_proj"
+    (own / "adapter_config.json").write_text(json.dumps(settings))
+    got = load_adapter(own)
+    assert set(got.tensors) == set(want.tensors) and all(
+        torch.equal(t, got.tensors[n]) for n, t in want.tensors.items()
+    )
+    assert set(got.tensors) == set(opened(folder, own, any_base=True).parts.arena.slots)

@@ -12,6 +12,7 @@ from graftune.observe.console import Console
 from graftune.settings.recognise import check_target
 
 Format = Literal["peft", "merged", "gguf-lora", "gguf", "apr"]
+Names = Literal["checkpoint", "text", "multimodal"]
 
 
 @takes("base", omit=("base_dtype", "base_on", "shard_base", "device", "compute_dtype", "threads"))
@@ -23,6 +24,7 @@ def export(
     type: Annotated[str, Parameter(show_default=False)] = "",
     out: Annotated[str, Parameter(show_default=False)] = "",
     add: Annotated[tuple[str, ...], Parameter(show_default=False, consume_multiple=False, negative="")] = (),
+    adapter_names: Annotated[Names, Parameter(show_default=False)] = "checkpoint",
     force: Switch = False,
     json: Switch = False,
     quiet: Switch = False,
@@ -45,6 +47,9 @@ def export(
         Where to write; without it, into the run's export folder, or here.
     add
         One more adapter whose change is added: ADAPTER or ADAPTER=WEIGHT. May be repeated.
+    adapter_names
+        Of peft, for text-and-vision models: the class whose names the adapter has. checkpoint: that of the base's
+        config.json. text: ...ForCausalLM. multimodal: ...ForConditionalGeneration.
     force
         Replace what is there.
     json
@@ -61,7 +66,8 @@ def export(
     console = Console(json=json, quiet=quiet)
     flags = given(settings)
     with raised_signals():  # so that partial files are removed
-        done = api.export(target, to, kind=type, out=out, add=add, force=force, console=console, **flags)
+        how: dict[str, Any] = {"kind": type, "out": out, "add": add, "force": force, "adapter_names": adapter_names}
+        done = api.export(target, to, console=console, **how, **flags)
     for note in done.notes:
         console.note(note)
     console.result({**done.facts, "files": [str(file) for file in done.files]})

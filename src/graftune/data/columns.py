@@ -35,6 +35,8 @@ _BETTER = {"chosen", "preferred", "chosen_response", "response_chosen", "preferr
            "response_0", "response_a", "response_j"}  # fmt: skip
 _WORSE = {"rejected", "rejected_response", "response_rejected", "dispreferred", "non_preferred_output", "response_1",
           "response_b", "response_k"}  # fmt: skip
+MEDIA = {"image": "images", "images": "images", "audio": "audio", "audios": "audio", "video": "video",
+         "videos": "video"}  # fmt: skip
 _LABELS = ("label", "kto_tag")
 PREFERENCE, RATED = "preference data", "answers rated good or bad (KTO)"
 
@@ -52,6 +54,7 @@ class ColumnPlan:
     history: str = ""
     weight: str = ""  # of the row's loss
     label: str = ""
+    media: tuple[str, ...] = ()  # columns that nothing reads: a row with something in one of them is refused
     notes: tuple[str, ...] = ()
     refusal: tuple[str, str] | None = None
 
@@ -99,6 +102,7 @@ def _plan(names: tuple[str, ...]) -> ColumnPlan:
         history=history,
         weight=weight,
         label=next((own[name] for name in _LABELS if name in own), ""),
+        media=tuple(name for name in names if normal(name) in MEDIA and name not in used),
         notes=(*unused, *found.notes, *sorted(notes)),
     )
 

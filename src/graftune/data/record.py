@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from graftune.data.columns import RATED, ColumnPlan, Kind, is_rated, plan_for
+from graftune.data.columns import MEDIA, RATED, ColumnPlan, Kind, is_rated, normal, plan_for
 from graftune.data.row import Refusal, quoted, type_name
 from graftune.data.turns import (
     ROLES,
@@ -19,6 +19,7 @@ from graftune.data.turns import (
     Turns,
     as_unicode,
     check_depth,
+    check_media,
     checked_weight,
     parsed,
     unknown_role,
@@ -53,6 +54,8 @@ def to_record(row: dict[str, Any]) -> Record:
         raise Refusal(*plan.refusal)
     if is_rated(plan, row):
         raise Refusal(RATED, f"column {plan.label!r}")
+    for name in plan.media:
+        check_media(row[name], MEDIA[normal(name)], f"column {quoted(name)}")
     weight, weighed = _weight(row, plan)
     if plan.kind == "text":
         return Record("text", text=_filled(row, plan.ask, "blank text"), notes=(*plan.notes, *weighed), weight=weight)

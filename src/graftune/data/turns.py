@@ -13,6 +13,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from graftune.data.columns import MEDIA, normal
 from graftune.data.row import Refusal, quoted, type_name
 from graftune.io.json_file import DEEPEST, is_deep
 
@@ -57,6 +58,7 @@ _COMMON = ("user", "assistant")  # turns that are nothing but role and content t
 _PLAIN = frozenset({"user", "assistant", "system", "tool", "human", "gpt"})  # need no note
 _OUTER = ("id", "type")  # keys of a call beside its function
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_MEDIA = ("image", "audio", "video")
 _ASIDE = frozenset({"train", "weight", "role", "from", "content", "value", "function_call", "refusal", "tool_calls"})
 
 
@@ -82,6 +84,8 @@ class Turns:
                 self._blank(turn["role"], place)
             return self.add({"role": turn["role"], "content": text})
         role = self._role(turn, place)
+        for name in (name for name in turn if normal(name) in MEDIA):
+            check_media(turn[name], MEDIA[normal(name)], f"message {place} has {quoted(name)}")
         content = _content(place, turn["content"] if turn.get("content") is not None else turn.get("value"))
         message: Message = {"role": role, "content": content}
         message.update((k, v) for k, v in turn.items() if k not in _ASIDE and v is not None)
@@ -172,6 +176,17 @@ class Turns:
         return parsed(value, where) if isinstance(value, str) else value
 
 
+def check_media(value: object, what: str, where: str) -> None:
+    """Refuses a row with images, audio or video. The model would be trained on an answer to something it never saw."""
+    held = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+    if any(each is not None and not (isinstance(each, str | bytes | list | dict) and not each) for each in held):
+        raise media_refusal(what, where)
+
+
+def media_refusal(what: str, where: str) -> Refusal:
+    return Refusal(f"{what} (only text is trained)", where)
+
+
 def unknown_role(role: str, place: int) -> Refusal:
     """A role that is not known, with the known one that is spelt most alike."""
     known = difflib.get_close_matches(role.strip().lower(), ROLES, n=1, cutoff=0.5)
@@ -214,6 +229,10 @@ def _part(place: int, part: object) -> str:
         text = part.get("refusal") if kind == "refusal" else part.get("text")
         if kind in (*_TEXT_PARTS, "refusal") and isinstance(text, str):
             return text
+        named = str(kind) if "type" in part else " ".join(map(str, part))
+        media = next((media for media in _MEDIA if media in named.lower()), None)
+        if media is not None:
+            raise media_refusal(MEDIA[media], f"message {place} has a part of the type {quoted(named)}")
         raise Refusal("wrong type", f"message {place} has content that is not text ({quoted(kind)})")
     raise Refusal("wrong type", f"message {place} has content that is not text")
 

@@ -7,9 +7,10 @@ Ctrl-C leaves nothing behind.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from graftune.model.frozen.formats import stored_format
 from graftune.model.frozen.tensor_rows import DTYPES, NAMES
 from graftune.observe.console import Console
 from graftune.observe.memory import human_bytes
-from graftune.weights.adapter import Adapter, is_adapter, write_adapter
+from graftune.weights.adapter import NAMINGS, Adapter, is_adapter, write_adapter
 from graftune.weights.apr import save_apr
 from graftune.weights.base import Base, with_new_tokens
 from graftune.weights.carried import CarriedTensor
@@ -35,6 +36,7 @@ from graftune.weights.streamed import OutputTensor, Watcher
 
 MEGABYTE = 10**6
 FORMATS = ("peft", "merged", "gguf-lora", "gguf", "apr")
+Writer = Callable[[ExportSource, Path, str, Console], "Exported"]
 SUFFIX = {"gguf": ".gguf", "gguf-lora": ".gguf", "apr": ".apr"}
 
 
@@ -59,11 +61,16 @@ def export(
     any_base: bool = False,
     add: Sequence[str] = (),
     force: bool = False,
+    adapter_names: str = NAMINGS[0],
     console: Console | None = None,
 ) -> Exported:
     """Write TARGET as `to`, one of FORMATS. `kind` is a type such as Q8_0 (or, merged, BF16); `add` are further
-    adapters, each PATH or PATH=WEIGHT, whose changes are added."""
+    adapters, each PATH or PATH=WEIGHT, whose changes are added. `adapter_names`, one of NAMINGS, is for peft."""
     console = console or Console(quiet=True)
+    if adapter_names not in NAMINGS:
+        raise GraftuneError(f"adapter_names is {adapter_names!r}", fix=f"choose one of {', '.join(NAMINGS)}")
+    if adapter_names != NAMINGS[0] and to != "peft":
+        raise GraftuneError(f"adapter_names is {adapter_names} and the format is {to}", fix="leave it out, or use peft")
     if to not in FORMATS:
         raise GraftuneError(f"the format {to!r} is not known", fix=f"choose one of {', '.join(FORMATS)}")
     kind = _checked_kind(kind, to)
@@ -73,7 +80,8 @@ def export(
         merge(source.base, source.adapters)  # reads no weight: it checks that the adapter fits the base
     place = _place(source, to, kind, out)
     _check_place(place, to, source, force)
-    writers = {"peft": _peft, "merged": _merged, "gguf-lora": _gguf_lora, "gguf": _gguf, "apr": _apr}
+    peft = partial(_peft, naming=adapter_names)
+    writers: dict[str, Writer] = {"peft": peft, "merged": _merged, "gguf-lora": _gguf_lora, "gguf": _gguf, "apr": _apr}
     with _folder_of(place), naming_nonfinite(source.base):  # only the adapter was checked when it was loaded
         done: Exported = writers[to](source, place, kind, console)
     written = {"merged": "safetensors", "gguf": "gguf"}.get(to)
@@ -170,11 +178,11 @@ def _with_tokens(base: Base, adapter: Adapter) -> Base:
 # Adapters
 
 
-def _peft(source: ExportSource, place: Path, kind: str, console: Console) -> Exported:
+def _peft(source: ExportSource, place: Path, kind: str, console: Console, naming: str) -> Exported:
     adapter = combine(source.adapters)
     facts = {"template": adapter.template, "append_eos": adapter.append_eos, "revision": adapter.revision}
     base = _with_tokens(source.base, adapter)
-    write_adapter(place, adapter.tensors, adapter.lora, base, facts)
+    write_adapter(place, adapter.tensors, adapter.lora, base, facts, naming)
     done = Exported(place, sorted(place.iterdir()), {"rank": adapter.lora.rank})
     if source.base.kind == "gguf":
         done.notes.append(

@@ -110,7 +110,9 @@ class LoraConfig:
         0.0, "adapter scale numerator: the product is scaled by alpha/rank; 0: twice the rank", resume="fixed", min=0
     )
     targets: tuple[str, ...] = opt(
-        ("all_linear",), "projections to adapt: names, or all_linear, attention, qv, mlp", resume="fixed"
+        ("all_linear",),
+        "projections to adapt: names, or paths as mlp.gate_proj; or all_linear, attention, qv, mlp",
+        resume="fixed",
     )
     dropout: float = opt(0.0, "dropout on the adapter's input", resume="fixed", min=0, max=0.99)
     rslora: bool = opt(False, "scale by alpha/sqrt(rank) instead of alpha/rank", resume="fixed")

@@ -77,10 +77,16 @@ def base_facts(base: Base) -> dict[str, Any]:
         **({"experts": f"{chosen} of {experts} for each token"} if experts else {}),
         "context": spec.max_positions,
         "weights": _weights((t.dtype_name, t.nbytes) for t in base.tensors.values()),
+        **({"not loaded": _outside(base)} if base.carried else {}),
         "head": "tied to the embedding" if spec.tied else "of its own",
         "vocabulary": f"{tokenizer.vocab_size} tokens for {spec.vocab} rows",
         "template": _template(tokenizer),
     }
+
+
+def _outside(base: Base) -> str:
+    size = human_bytes(sum(tensor.nbytes for tensor in base.carried.values()))
+    return f"{len(base.carried)} tensors outside the text model ({size}), which exports carry over"
 
 
 def _template(tokenizer: Tokenizer) -> str:
