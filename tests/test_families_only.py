@@ -11,8 +11,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "graftune"
 NAMES = {name for family in FAMILIES.values() for name in (family.name, family.hf_type, family.arch)}
 # Values of file formats: kinds of vocabularies and pre-tokenizers in a GGUF, and names in its metadata.
 EXEMPT = {
-    "exporting/gguf_vocab.py": {"llama", "qwen2"},
+    "exporting/gguf_vocab.py": {"llama", "qwen2", "qwen35"},
     "tokenizer/gguf_vocab.py": {"llama"},
+    "tokenizer/pretokenize.py": {"qwen35"},
     "tokenizer/token_kinds.py": {"phi3"},
 }
 

@@ -25,7 +25,7 @@ EXACT = 1e-4  # of log-probabilities over fp32 files: 3e-5 measured at worst
 VARIANTS = (
     *("llama", "mistral", "qwen2", "qwen3", "llama-llama3", "llama-yarn", "llama-untied"),
     *("gemma3", "gemma3-linear", "gemma2", "phi3", "phi3-far", "granite", "smollm3", "olmo2", "olmo3"),
-    *("lfm2", "gemma", "granitemoehybrid", "exaone4", "glm4", "ernie4_5"),
+    *("lfm2", "qwen3_5", "gemma", "granitemoehybrid", "exaone4", "glm4", "ernie4_5"),
 )
 
 
@@ -76,8 +76,10 @@ def test_every_way_out_and_in_again(variant: str, tuned: Any, tmp_path: Path, mo
             gaps["gguf-lora in, over the folder"] = gap(ours(opened(adapter=lora)), made.want)
     print({name: f"{value:.1e}" for name, value in gaps.items()})
     # In seven layers, values on the border between two entries of ggml's table come out on either side of it.
-    loose = {name for name in gaps if variant.startswith("gemma3") and name.startswith("llama.cpp")}
-    assert all(value < (0.02 if name in loose else EXACT) for name, value in gaps.items()), gaps
+    # llama.cpp divides a delta net's q and k by their length, or by the model's epsilon if that is larger; transformers
+    # by the root of the squared length plus 1e-6.
+    loose = {"gemma3": 0.02, "qwen3_5": 0.002}.get(variant.partition("-")[0], EXACT)
+    assert all(value < (loose if name.startswith("llama.cpp") else EXACT) for name, value in gaps.items()), gaps
 
 
 def test_a_gguf_base_is_tuned_and_served_as_the_file_it_is(tmp_path: Path) -> None:

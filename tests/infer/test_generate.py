@@ -18,7 +18,6 @@ from graftune.infer.cache import Cache, CacheSize, Decode, Prefill
 from graftune.infer.generate import TokenStep, in_groups
 from graftune.infer.sample import Sampling, choose
 from graftune.model.families import from_config
-from graftune.model.mixers.attention import KeyValues
 from tests.support import oracle, quantised, tiny
 from tests.support.generate import generate
 
@@ -36,9 +35,9 @@ FAMILIES = (
 )
 # A family's arithmetic shows in its cached logits, and in transformers' text. What generate itself does with prompts
 # meets each kind of cache and position once: plain, windows, odd heads with caps, positions by length, layers without
-# rotation, convolutions.
+# rotation, convolutions, delta nets.
 KINDS = pytest.mark.parametrize(
-    "ours", ["llama", "mistral-window", "gemma2-odd", "phi3-long", "smollm3-window", "lfm2"], indirect=True
+    "ours", ["llama", "mistral-window", "gemma2-odd", "phi3-long", "smollm3-window", "lfm2", "qwen3_5"], indirect=True
 )
 
 
@@ -93,7 +92,7 @@ def test_mixers_say_what_their_cache_takes(family: str, dtype: torch.dtype) -> N
     cache = Cache(spec, [3, 5], 11, torch.device("cpu"), dtype)
     taken = sum(held.nbytes for layer in cache.layers for held in vars(layer).values())
     size = CacheSize.of(spec, dtype)
-    assert taken == size.bytes(2, 11) and (size.per_sequence > 0) == (family == "lfm2")
+    assert taken == size.bytes(2, 11) and (size.per_sequence > 0) == (family in ("lfm2", "qwen3_5"))
 
 
 def without_cache(
@@ -112,7 +111,7 @@ def test_cached_logits_equal_the_whole_texts(ours: oracle.Ours) -> None:
     want = [ours.logits([text]) for text in texts]
     cache = Cache(decoder.spec, starts, 22, decoder.device, decoder.compute)
     for layer in cache.layers:
-        for stored in (layer.keys, layer.values) if isinstance(layer, KeyValues) else (layer.values,):
+        for stored in vars(layer).values():
             stored.fill_(1e4)  # what was never written must not be seen
     with torch.no_grad():
         packed = torch.tensor([t for text, n in zip(texts, starts, strict=True) for t in text[:n]])

@@ -139,7 +139,7 @@ def test_five_steps_are_torchs_adamw(variant: str, tiny_folder: Folder) -> None:
 
 
 @pairwise(
-    ("variant", ["qwen2", "qwen3", "gemma3", "gemma2", "phi3-long", "granite", "smollm3", "olmo3", "lfm2"]),
+    ("variant", ["qwen2", "qwen3", "gemma3", "gemma2", "phi3-long", "granite", "smollm3", "olmo3", "lfm2", "qwen3_5"]),
     ("method", ["lora", "full"]),
     ("policy", ["selective", "full"]),
 )
@@ -186,7 +186,10 @@ def transformers_logits(folder: Path, documents: list[list[int]]) -> torch.Tenso
         return torch.cat([model(torch.tensor([d])).logits[0] for d in documents])
 
 
-@pytest.mark.parametrize("variant", ["llama", "llama-untied", "llama-yarn", "qwen2", "qwen3", "mistral-window", "lfm2"])
+FOLDERS = ["llama", "llama-untied", "llama-yarn", "qwen2", "qwen3", "mistral-window", "lfm2", "qwen3_5"]
+
+
+@pytest.mark.parametrize("variant", FOLDERS)
 def test_transformers_loads_what_is_saved(variant: str, tiny_folder: Folder, tmp_path: Path) -> None:
     ours = oracle.whole(tiny_folder(variant))
     take(Step(ours.decoder, ours.arena), [examples(30, 20)], lr=1e-2)

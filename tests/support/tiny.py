@@ -65,6 +65,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": 0,
         },
     ),
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,  # the last one has attention
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "rms_norm_eps": 1e-3,  # a head's output near zero is normed, too: fp32 has no digits left with less
+        },
+    ),
     "gemma": ("GemmaConfig", {"head_dim": 16, "tie_word_embeddings": True, "pad_token_id": 0}),
     "granitemoehybrid": (
         "GraniteMoeHybridConfig",
@@ -232,11 +244,14 @@ VARIANT_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+TEXT_TYPES = {"gemma3": "gemma3_text", "qwen3_vl": "qwen3_vl_text", "qwen3_5": "qwen3_5_text"}
+
+
 def config(variant: str) -> dict[str, Any]:
     """The configuration in plain values: it can be read without transformers."""
     family, _, extra = variant.partition("-")
     options: dict[str, Any] = {
-        "model_type": {"gemma3": "gemma3_text", "qwen3_vl": "qwen3_vl_text"}.get(family, family),
+        "model_type": TEXT_TYPES.get(family, family),
         "vocab_size": VOCAB,
         "hidden_size": 48,
         "intermediate_size": 72,
@@ -295,9 +310,12 @@ def _hf_model(variant: str, seed: int, config: str) -> tuple[Any, torch.Tensor]:
                 p.uniform_(0.5, 1.5)
                 if from_hf(name) in ("norm.weight", "embedding_norm.weight") and family in TIED:
                     p[::2] *= -1  # a tied head would say its own input again and again
-                p.sub_(1.0 if family.startswith("gemma") else 0.0)  # theirs is the weight less one
+                if family.startswith(("gemma", "qwen3_5")) and "linear_attn" not in name:
+                    p.sub_(1.0)  # theirs is the weight less one
             elif name.endswith("bias"):
                 p.normal_(0, 0.5)
+            elif "conv1d" in name:  # q and k mostly positive: a norm decides by the sign of a product near zero
+                p.normal_(0, 2.0)
             else:
                 p.normal_(0, 0.6 / p.shape[-1] ** 0.5 if "embed" not in name else 0.5)
     return model.float().eval(), torch.get_rng_state()

@@ -69,6 +69,7 @@ def close(got: torch.Tensor, want: torch.Tensor) -> bool:
         ("mistral", {"new_tokens": NEW, "targets": ["attention"]}),
         ("lfm2", {"train_norms": True}),
         ("lfm2", {"targets": ["in_proj", "q_proj", "w2"]}),
+        ("qwen3_5", {"targets": ["in_proj_qkv", "in_proj_b", "out_proj", "q_proj"]}),
     ],
 )
 def test_peft_loads_ours(variant: str, settings: dict[str, Any], tiny_folder: Any, tmp_path: Path) -> None:
@@ -94,6 +95,7 @@ def test_peft_loads_ours(variant: str, settings: dict[str, Any], tiny_folder: An
         ("qwen3", {"target_modules": ["o_proj"], "modules_to_save": ["norm"]}),
         ("llama", {"target_modules": ["o_proj"], "modules_to_save": ["input_layernorm"]}),
         ("lfm2", {"target_modules": "all-linear"}),
+        ("qwen3_5", {"target_modules": "all-linear"}),
         ("lfm2", {"target_modules": ["out_proj", "k_proj", "w3"], "modules_to_save": ["operator_norm"]}),
     ],
 )

@@ -178,6 +178,7 @@ def test_lies_under_right_checksums(lie: str, tmp_path: Path) -> None:
         ("llama-untied", {"new_tokens": NEW}),
         ("lfm2", {"train_norms": True}),
         ("lfm2", {"targets": ["out_proj", "w2"]}),
+        ("qwen3_5", {"targets": ["out_proj", "in_proj_z", "o_proj"]}),
     ],
 )
 def test_an_adapter_there_and_back(variant: str, settings: dict[str, Any], tiny_folder: Any, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from graftune.weights.streamed import UNWATCHED, OutputTensor, Watcher, carried_
 
 # True of the file that was read, not of what is written now; and templates, of which one is checked and written.
 _DROPPED = ("split.", "quantize.imatrix.", "general.alignment", "tokenizer.chat_template")
-_NAMING = ("family", "module", "names")  # fields of a spec that say nothing about what is computed
+_NAMING = ("family", "module", "names", "tiled")  # fields of a spec that say nothing about what is computed
 
 
 def gguf_tensors(base: Base, mix: str) -> list[OutputTensor]:

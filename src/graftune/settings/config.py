@@ -30,8 +30,10 @@ Note = Callable[[str], None]  # takes a note for the user
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # What some families hold as one projection, and adapters there are on: what they call it, and its parts elsewhere.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+# As Qwen3.5's gated delta nets call them, beside out_proj.
+DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 OTHER_PROJECTIONS = ("in_proj", "out_proj", "w1", "w3", "w2", "input_linear", "output_linear")  # LFM2's, Granite 4's
-TARGETS = (*PROJECTIONS, *FUSED, *OTHER_PROJECTIONS)
+TARGETS = (*PROJECTIONS, *FUSED, *OTHER_PROJECTIONS, *DELTA_PROJECTIONS)
 LENGTH, SHORTEST = 2048, 8  # tokens of an example: the longest unless set, and the least that may be set
 TARGET_SHORTHANDS = {
     "all_linear": PROJECTIONS,
