@@ -281,7 +281,7 @@ def test_attention_is_timed_in_the_layers_that_have_it(convolutions: tuple[int, 
 def test_windows_are_counted_over_the_layers_with_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
-    def choose(*how: Any, capped: bool) -> attention.Choice:
+    def choose(*how: Any, **kind: bool) -> attention.Choice:
         asked.append(how[4])
         return attention.Choice("cpu", "for the test")
 

@@ -96,7 +96,7 @@ def gguf_base(kind: str, shape: ModelSpec, table: str = "Q8_0", mixed: str = "")
         put(name, shape.vocab, shape.width, table, 0.5 if name.startswith("embed") else std)
     for layer, own in enumerate(shape.layers):
         for projection, sizes in own.projections.items():
-            of = mixed if mixed and projection == "v_proj" else kind
+            of = mixed if mixed and projection == "self_attn.v_proj" else kind
             put(f"layers.{layer}.{projection}.weight", *sizes, of, std)
     for _, name, width in norm_names(shape):
         tensors[name] = TensorRows(torch.rand(width, generator=torch.Generator().manual_seed(len(name))) + 0.5)

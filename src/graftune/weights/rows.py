@@ -184,12 +184,15 @@ def shapes_of(spec: ModelSpec, name: str) -> tuple[tuple[int, ...], tuple[int, .
 
 def from_file(source: RowSource, file: str, spec: ModelSpec, name: str) -> RowSource:
     """A tensor as the engine uses it, out of a file of this kind. Wrong shapes are refused later (`open_base`)."""
-    order, shapes, part = order_in(file, spec, name), shapes_of(spec, name), spec.part_of(name)
+    shapes, part = shapes_of(spec, name), spec.part_of(name)
     if file == "gguf" and shapes is not None and source.shape == shapes[1]:
         source = Reshaped(source, shapes[0])
+    # A damaged file may claim heads whose order would not fit into memory.
+    fits = part[0] is not None and part[0].weights.get(f"{part[0].module}.{part[1]}") == tuple(source.shape)
+    order = order_in(file, spec, name) if fits else None
     if file == "gguf" and part[0] is not None and part[1] in part[0].log_decays:
         source = Decay(source, inverse=True)
-    if order is not None and len(source.shape) > order.dim and source.shape[order.dim] == len(order.indices):
+    if order is not None:
         source = Reordered(source, order.inverse())
     shift = spec.norm_offset(name) if file == "folder" else 0.0
     return AddedVector(source, shift) if shift else source
