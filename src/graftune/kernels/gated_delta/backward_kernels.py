@@ -19,6 +19,7 @@ from graftune.kernels import launch
 from graftune.kernels.gated_delta.forward_kernels import (
     chunk_rows,
     decay_between,
+    is_empty,
     key_head,
     load_rows,
     state_place,
@@ -35,9 +36,9 @@ def local(
 ):  # fmt: skip
     """For a chunk of one value head: the part of dW [T, V, E] from the outputs of the chunk."""
     chunk, head = tl.program_id(0), tl.program_id(1)
-    rows, live = chunk_rows(bounds_ptr, chunk, C)
-    if tl.load(bounds_ptr + chunk * 2 + 1) <= tl.load(bounds_ptr + chunk * 2):
+    if is_empty(bounds_ptr, chunk):
         return
+    rows, live, _ = chunk_rows(bounds_ptr, chunk, C)
     source = key_head(head, K, GROUP, TILED)
     at = tl.arange(0, C)
     q = load_rows(q_ptr, rows, live, q_stride, source * D, D, BD)
@@ -73,9 +74,8 @@ def scan_back(
         place, exists = state_place(grad_states_ptr, chunk, head, V, column, D, E, BD, BE)
         given = state.to(kind)
         tl.store(place, given, exists)
-        rows, live = chunk_rows(bounds_ptr, chunk, C)
-        last = tl.load(bounds_ptr + chunk * 2 + 1) - 1
-        whole = tl.load(total_ptr + head * T + last)
+        rows, live, stop = chunk_rows(bounds_ptr, chunk, C)
+        whole = tl.load(total_ptr + head * T + stop - 1)
         total = tl.load(total_ptr + head * T + rows, live, other=0.0)
         q_norm = scale * tl.load(norms_ptr + source * T + rows, live, other=0.0)
         k_norm = tl.load(norms_ptr + (K + source) * T + rows, live, other=0.0)
@@ -106,66 +106,71 @@ def grads(
     E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, GROUP: tl.constexpr, TILED: tl.constexpr,
     PRECISION: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """For a chunk of one key head: all gradients. Here w_ptr is W [T, V, E]."""
+    """For a chunk of one key head: all gradients. Here w_ptr is W [T, V, E]. q and k are loaded where they are
+    used, and sums over grad_q of one value head are differences: tiles that live longer would not fit the registers."""
     chunk, head = tl.program_id(0), tl.program_id(1)
-    rows, live = chunk_rows(bounds_ptr, chunk, C)
-    last = tl.load(bounds_ptr + chunk * 2 + 1) - 1
-    if last < tl.load(bounds_ptr + chunk * 2):
+    if is_empty(bounds_ptr, chunk):
         return
+    rows, live, end = chunk_rows(bounds_ptr, chunk, C)
+    followed = tl.load(bounds_ptr + chunk * 3 + 2)
     at = tl.arange(0, C)
     kind = k_ptr.dtype.element_ty
-    q = load_rows(q_ptr, rows, live, q_stride, head * D, D, BD)
-    k = load_rows(k_ptr, rows, live, k_stride, head * D, D, BD)
     q_norm = tl.load(norms_ptr + head * T + rows, live, other=0.0)
     k_norm = tl.load(norms_ptr + (K + head) * T + rows, live, other=0.0)
     grad_q, grad_k = tl.zeros([C, BD], tl.float32), tl.zeros([C, BD], tl.float32)
     for member in range(GROUP):
         own = value_head(head, member, K, GROUP, TILED)
         beta = tl.load(beta_ptr + rows * V + own, live, other=0.0)
-        whole = tl.load(total_ptr + own * T + last)
+        whole = tl.load(total_ptr + own * T + end - 1)
         total = tl.load(total_ptr + own * T + rows, live, other=0.0)
-        grown, left = scale * tl.exp(total), tl.exp(whole - total)
+        grown, left = tl.exp(total), tl.exp(whole - total)
         inverse = tl.load(inverse_ptr + (rows * V + own)[:, None] * C + at[None, :], live[:, None], other=0.0)
+        q = load_rows(q_ptr, rows, live, q_stride, head * D, D, BD)
+        grad_total = -tl.sum(grad_q * q.to(tl.float32), 1) * q_norm
         read, across = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-        own_q = tl.zeros([C, BD], tl.float32)
-        grad_beta, grad_total, kept = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), tl.zeros([BD], tl.float32)
+        grad_beta, after = tl.zeros([C], tl.float32), tl.zeros([BD], tl.float32)
         for column in range(0, E, BE):
             width = E - column
-            grad = load_rows(grad_ptr, rows, live, grad_stride, own * E + column, width, BE)
             written = load_rows(w_ptr, rows, live, V * E, own * E + column, width, BE)
             grad_w = load_rows(grad_w_ptr, rows, live, V * E, own * E + column, width, BE)
-            v = load_rows(v_ptr, rows, live, v_stride, own * E + column, width, BE).to(tl.float32)
             solved = tl.dot(tl.trans(inverse), grad_w, input_precision=PRECISION)
-            grad_v = beta[:, None] * solved
-            store_rows(grad_v_ptr, grad_v, rows, live, grad_v_stride, own * E + column, width, BE)
-            grad_total -= tl.sum(grad_v * v, 1)
             grad_beta += tl.sum(solved * written.to(tl.float32), 1)
+            across = tl.dot(solved.to(kind), tl.trans(written), across, input_precision=PRECISION)
+            solved *= beta[:, None]
+            store_rows(grad_v_ptr, solved, rows, live, grad_v_stride, own * E + column, width, BE)
+            v = load_rows(v_ptr, rows, live, v_stride, own * E + column, width, BE)
+            grad_total -= tl.sum(solved * v.to(tl.float32), 1)
             place, exists = state_place(states_ptr, chunk, own, V, column, D, E, BD, BE)
             state = tl.load(place, exists, other=0.0)
-            place, exists = state_place(grad_states_ptr, chunk, own, V, column, D, E, BD, BE)
-            after = tl.load(place, exists, other=0.0)
-            kept += tl.sum(state.to(tl.float32) * after.to(tl.float32), 1) * tl.exp(whole)
-            own_q = tl.dot(grad, tl.trans(state), own_q, input_precision=PRECISION)
+            seen = (solved * -grown[:, None]).to(kind)
+            grad_k = tl.dot(seen, tl.trans(state), grad_k, input_precision=PRECISION)
+            grad = load_rows(grad_ptr, rows, live, grad_stride, own * E + column, width, BE)
             read = tl.dot(grad, tl.trans(written), read, input_precision=PRECISION)
-            across = tl.dot(solved.to(kind), tl.trans(written), across, input_precision=PRECISION)
+            grad = (grad.to(tl.float32) * (scale * grown)[:, None]).to(kind)
+            grad_q = tl.dot(grad, tl.trans(state), grad_q, input_precision=PRECISION)
+            place, exists = state_place(grad_states_ptr, chunk, own, V, column, D, E, BD, BE)
+            grad_state = tl.load(place, exists, other=0.0)
             write = (written.to(tl.float32) * left[:, None]).to(kind)
-            part = tl.dot(write, tl.trans(after), input_precision=PRECISION)
-            kept += tl.sum(part * (k.to(tl.float32) * k_norm[:, None]), 0)
-            seen = (solved * -(beta * tl.exp(total))[:, None]).to(kind)
-            grad_k += tl.dot(seen, tl.trans(state), part, input_precision=PRECISION)
+            grad_k = tl.dot(write, tl.trans(grad_state), grad_k, input_precision=PRECISION)
+            if followed > 0:  # the state after the chunk is the next chunk's; behind a document its gradient is zero
+                place, exists = state_place(states_ptr, chunk + 1, own, V, column, D, E, BD, BE)
+                ahead = tl.load(place, exists, other=0.0).to(tl.float32)
+                after += tl.sum(ahead * grad_state.to(tl.float32), 1)
         decays = decay_between(total, live, C)
         read *= decays * scale
+        k = load_rows(k_ptr, rows, live, k_stride, head * D, D, BD)
+        grad_q = tl.dot((read * k_norm[None, :]).to(kind), k, grad_q, input_precision=PRECISION)
         across = tl.where(at[:, None] > at[None, :], across * decays * beta[:, None], 0.0)
-        by_key = (read * k_norm[None, :]).to(kind)
-        own_q = tl.dot(by_key, k, own_q * grown[:, None], input_precision=PRECISION)
-        grad_total += tl.sum(own_q * (q.to(tl.float32) * q_norm[:, None]), 1)
-        grad_q += own_q
-        by_query = (tl.trans(read) * q_norm[None, :]).to(kind)
-        grad_k = tl.dot(by_query, q, grad_k, input_precision=PRECISION)
         both = ((across + tl.trans(across)) * -k_norm[None, :]).to(kind)
         grad_k = tl.dot(both, k, grad_k, input_precision=PRECISION)
-        grad_decay = tl.cumsum(grad_total, 0, reverse=True) + tl.sum(kept, 0)
+        q = load_rows(q_ptr, rows, live, q_stride, head * D, D, BD)
+        grad_total += tl.sum(grad_q * q.to(tl.float32), 1) * q_norm
+        by_query = (tl.trans(read) * q_norm[None, :]).to(kind)
+        grad_k = tl.dot(by_query, q, grad_k, input_precision=PRECISION)
+        grad_decay = tl.cumsum(grad_total, 0, reverse=True) + tl.sum(after, 0)
         tl.store(grad_decay_ptr + rows * V + own, grad_decay, live)
         tl.store(grad_beta_ptr + rows * V + own, grad_beta / tl.where(beta > 0.0, beta, 1.0), live)  # W is 0 there too
+    q = load_rows(q_ptr, rows, live, q_stride, head * D, D, BD)
+    k = load_rows(k_ptr, rows, live, k_stride, head * D, D, BD)
     store_rows(grad_q_ptr, _through_norm(grad_q, q, q_norm), rows, live, grad_q_stride, head * D, D, BD)
     store_rows(grad_k_ptr, _through_norm(grad_k, k, k_norm), rows, live, grad_k_stride, head * D, D, BD)

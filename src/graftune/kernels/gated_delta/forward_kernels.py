@@ -20,9 +20,15 @@ from graftune.kernels import launch
 
 @triton.jit
 def chunk_rows(bounds_ptr, chunk, C: tl.constexpr):
-    """The tokens of a chunk, and which of them exist."""
-    rows = tl.load(bounds_ptr + chunk * 2).to(tl.int64) + tl.arange(0, C)
-    return rows, rows < tl.load(bounds_ptr + chunk * 2 + 1)
+    """The tokens of a chunk, which of them exist, and the token after the last one."""
+    end = tl.load(bounds_ptr + chunk * 3 + 1)
+    rows = tl.load(bounds_ptr + chunk * 3).to(tl.int64) + tl.arange(0, C)
+    return rows, rows < end, end
+
+
+@triton.jit
+def is_empty(bounds_ptr, chunk):
+    return tl.load(bounds_ptr + chunk * 3 + 1) <= tl.load(bounds_ptr + chunk * 3)
 
 
 @triton.jit
@@ -69,62 +75,79 @@ def decay_between(total, live, C: tl.constexpr):
 
 @triton.jit
 def _inverse(a, C: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + a)^-1 for strictly lower a, by blocks: of two neighbouring blocks on the diagonal that are inverted, the
-    block below the diagonal follows by two products. Powers of a would need fewer products, but they can overflow."""
+    """(I + a)^-1 for strictly lower a. The blocks of 16 on the diagonal are inverted together, row by row; of two
+    neighbouring blocks that are inverted, the block below the diagonal then follows by two products. Powers of a would
+    need fewer products, but they can overflow."""
+    blocks: tl.constexpr = C // 16
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    x = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, a, 0.0)
-    for level in tl.static_range(1, 6):
+    on_diagonal = (tl.arange(0, blocks)[:, None] == tl.arange(0, blocks)[None, :])[:, None, :, None]
+    small = tl.sum(tl.where(on_diagonal, tl.reshape(a, [blocks, 16, blocks, 16]), 0.0), 2)
+    row, column = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    inverted = tl.zeros([blocks, 16, 16], tl.float32) + tl.where(row == column, 1.0, 0.0)
+    for index in range(1, 16):
+        factors = tl.sum(tl.where(row == index, small, 0.0), 1)  # zero from the diagonal on
+        found = tl.sum(factors[:, :, None] * inverted, 1)
+        inverted -= tl.where(row == index, found[:, None, :], 0.0)
+    x = tl.reshape(tl.where(on_diagonal, inverted[:, :, None, :], 0.0), [C, C])
+    for level in tl.static_range(4, 6):
         below = tl.where((i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level), a, 0.0)
         x -= tl.dot(tl.dot(x, below, input_precision=PRECISION), x, input_precision=PRECISION)
     return x
 
 
 @launch.kernel
-def prepare(
-    q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, bounds_ptr, total_ptr, norms_ptr, inverse_ptr, w_ptr, u_ptr, T, K, V,
-    q_stride, k_stride, v_stride, eps, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    GROUP: tl.constexpr, TILED: tl.constexpr, SOLVED: tl.constexpr, SOLVE: tl.constexpr, PRECISION: tl.constexpr,
-    C: tl.constexpr,
+def solve(
+    q_ptr, k_ptr, decay_ptr, beta_ptr, bounds_ptr, total_ptr, norms_ptr, inverse_ptr, T, K, V, q_stride, k_stride, eps,
+    D: tl.constexpr, BD: tl.constexpr, GROUP: tl.constexpr, TILED: tl.constexpr, SOLVE: tl.constexpr,
+    PRECISION: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """For a chunk of one key head: the norms [2, K, T] of q and k (their inverse lengths), and for each value head G
-    [V, T], the inverse [T, V, C], w [T, V, D] and u [T, V, E]. SOLVED: only w and u, from the others."""
-    head = tl.program_id(1)
-    rows, live = chunk_rows(bounds_ptr, tl.program_id(0), C)
-    if tl.load(bounds_ptr + tl.program_id(0) * 2 + 1) <= tl.load(bounds_ptr + tl.program_id(0) * 2):
+    [V, T] and the inverse [T, V, C]."""
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    if is_empty(bounds_ptr, chunk):
         return
+    rows, live, _ = chunk_rows(bounds_ptr, chunk, C)
     at = tl.arange(0, C)
+    q = load_rows(q_ptr, rows, live, q_stride, head * D, D, BD).to(tl.float32)
+    tl.store(norms_ptr + head * T + rows, tl.rsqrt(tl.sum(q * q, 1) + eps), live)
     k = load_rows(k_ptr, rows, live, k_stride, head * D, D, BD)
-    k_norm_ptr = norms_ptr + (K + head) * T + rows
-    if SOLVED:
-        k_norm = tl.load(k_norm_ptr, live, other=0.0)
-    else:
-        q = load_rows(q_ptr, rows, live, q_stride, head * D, D, BD).to(tl.float32)
-        tl.store(norms_ptr + head * T + rows, tl.rsqrt(tl.sum(q * q, 1) + eps), live)
-        k_norm = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + eps)
-        tl.store(k_norm_ptr, k_norm, live)
-        products = tl.dot(k, tl.trans(k), input_precision=PRECISION) * k_norm[:, None] * k_norm[None, :]
+    k_norm = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + eps)
+    tl.store(norms_ptr + (K + head) * T + rows, k_norm, live)
+    products = tl.dot(k, tl.trans(k), input_precision=PRECISION) * k_norm[:, None] * k_norm[None, :]
+    products = tl.where(at[:, None] > at[None, :], products, 0.0)
     for member in range(GROUP):
         own = value_head(head, member, K, GROUP, TILED)
         beta = tl.load(beta_ptr + rows * V + own, live, other=0.0)
-        inverse_at = inverse_ptr + (rows * V + own)[:, None] * C + at[None, :]
-        if SOLVED:
-            total = tl.load(total_ptr + own * T + rows, live, other=0.0)
-            inverse = tl.load(inverse_at, live[:, None], other=0.0)
-        else:
-            total = tl.cumsum(tl.load(decay_ptr + rows * V + own, live, other=0.0), 0)
-            tl.store(total_ptr + own * T + rows, total, live)
-            system = products * decay_between(total, live, C) * beta[:, None]
-            inverse = _inverse(tl.where(at[:, None] > at[None, :], system, 0.0), C, SOLVE).to(k.dtype)
-            tl.store(inverse_at, inverse, live[:, None])
-        factors = inverse.to(tl.float32)
-        by_key = (factors * (beta * tl.exp(total) * k_norm)[None, :]).to(k.dtype)
-        w = tl.dot(by_key, k, input_precision=PRECISION)
-        store_rows(w_ptr, w, rows, live, V * D, own * D, D, BD)
-        by_value = (factors * beta[None, :]).to(k.dtype)
-        for column in range(0, E, BE):
-            v = load_rows(v_ptr, rows, live, v_stride, own * E + column, E - column, BE)
-            u = tl.dot(by_value, v, input_precision=PRECISION)
-            store_rows(u_ptr, u, rows, live, V * E, own * E + column, E - column, BE)
+        total = tl.cumsum(tl.load(decay_ptr + rows * V + own, live, other=0.0), 0)
+        tl.store(total_ptr + own * T + rows, total, live)
+        inverse = _inverse(products * decay_between(total, live, C) * beta[:, None], C, SOLVE)
+        store_rows(inverse_ptr, inverse, rows, live, V * C, own * C, C, C)
+
+
+@launch.kernel
+def factors(
+    k_ptr, v_ptr, beta_ptr, bounds_ptr, total_ptr, norms_ptr, inverse_ptr, w_ptr, u_ptr, T, K, V, k_stride, v_stride,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, GROUP: tl.constexpr, TILED: tl.constexpr,
+    PRECISION: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """For a chunk of one value head: w [T, V, D] and u [T, V, E]."""
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    if is_empty(bounds_ptr, chunk):
+        return
+    rows, live, _ = chunk_rows(bounds_ptr, chunk, C)
+    source = key_head(head, K, GROUP, TILED)
+    inverse = load_rows(inverse_ptr, rows, live, V * C, head * C, C, C)
+    beta = tl.load(beta_ptr + rows * V + head, live, other=0.0)
+    total = tl.load(total_ptr + head * T + rows, live, other=0.0)
+    k_norm = tl.load(norms_ptr + (K + source) * T + rows, live, other=0.0)
+    by_key = (inverse.to(tl.float32) * (beta * tl.exp(total) * k_norm)[None, :]).to(inverse.dtype)
+    k = load_rows(k_ptr, rows, live, k_stride, source * D, D, BD)
+    store_rows(w_ptr, tl.dot(by_key, k, input_precision=PRECISION), rows, live, V * D, head * D, D, BD)
+    by_value = (inverse.to(tl.float32) * beta[None, :]).to(inverse.dtype)
+    for column in range(0, E, BE):
+        v = load_rows(v_ptr, rows, live, v_stride, head * E + column, E - column, BE)
+        u = tl.dot(by_value, v, input_precision=PRECISION)
+        store_rows(u_ptr, u, rows, live, V * E, head * E + column, E - column, BE)
 
 
 @launch.kernel
@@ -145,13 +168,12 @@ def scan(
         place, exists = state_place(states_ptr, chunk, head, V, column, D, E, BD, BE)
         given = state.to(k_ptr.dtype.element_ty)
         tl.store(place, given, exists)
-        rows, live = chunk_rows(bounds_ptr, chunk, C)
-        last = tl.load(bounds_ptr + chunk * 2 + 1) - 1
+        rows, live, end = chunk_rows(bounds_ptr, chunk, C)
         w = load_rows(w_ptr, rows, live, V * D, head * D, D, BD)
         u = load_rows(u_ptr, rows, live, V * E, head * E + column, E - column, BE).to(tl.float32)
         written = u - tl.dot(w, given, input_precision=PRECISION)
         store_rows(u_ptr, written, rows, live, V * E, head * E + column, E - column, BE)
-        whole = tl.load(total_ptr + head * T + last)
+        whole = tl.load(total_ptr + head * T + end - 1)
         total = tl.load(total_ptr + head * T + rows, live, other=0.0)
         k_norm = tl.load(norms_ptr + (K + source) * T + rows, live, other=0.0)
         left = (written * (k_norm * tl.exp(whole - total))[:, None]).to(k_ptr.dtype.element_ty)
@@ -170,9 +192,9 @@ def output(
 ):  # fmt: skip
     """For a chunk of one value head: the output [T, V, E]. Here w_ptr is W [T, V, E]."""
     chunk, head = tl.program_id(0), tl.program_id(1)
-    rows, live = chunk_rows(bounds_ptr, chunk, C)
-    if tl.load(bounds_ptr + chunk * 2 + 1) <= tl.load(bounds_ptr + chunk * 2):
+    if is_empty(bounds_ptr, chunk):
         return
+    rows, live, _ = chunk_rows(bounds_ptr, chunk, C)
     source = key_head(head, K, GROUP, TILED)
     q = load_rows(q_ptr, rows, live, q_stride, source * D, D, BD)
     k = load_rows(k_ptr, rows, live, k_stride, source * D, D, BD)

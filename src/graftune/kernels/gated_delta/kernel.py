@@ -1,6 +1,7 @@
 """The gated delta rule in Triton, in chunks of 64 tokens that never span two documents (tiles.py, reference.py).
 
-    prepare     all chunks at once: the triangular systems and what follows from them without the state
+    solve       all chunks at once: the triangular systems
+    factors     all chunks at once: what follows from their inverses without the state
     scan        chunk after chunk, in parallel over documents, heads and columns: the states, and what chunks write
     output      all chunks at once
     local       all chunks at once: the gradient of what a chunk writes, from its own outputs
@@ -42,11 +43,17 @@ def forward(
     total = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
     norms = torch.empty(2, k.shape[1], tokens, dtype=torch.float32, device=q.device)
     inverse = torch.empty(tokens, heads, CHUNK, dtype=q.dtype, device=q.device)
-    small = total, norms, inverse
-    kept, final = _states(q, k, v, decay, beta, table, small, state, final_state, tiled, solved=False)
+    small, key_heads = (total, norms, inverse), k.shape[1]
+    options = _options(k, v, tiles.tile("solve", v), tiled)
+    del options["E"], options["BE"]
+    forward_kernels.solve[(len(table.bounds), key_heads)](
+        q, k, decay, beta, table.bounds, *small, tokens, key_heads, heads, q.stride(0), k.stride(0), EPS,
+        SOLVE="ieee" if q.dtype == torch.float32 else tiles.SOLVE_PRECISIONS[0], **options,
+    )  # fmt: skip
+    kept, final = _states(k, v, beta, table, small, state, final_state, tiled)
     size = tiles.tile("output", v)
     forward_kernels.output[(len(table.bounds), heads)](
-        q, k, kept[1], table.bounds, total, norms, kept[2], out, scale, tokens, k.shape[1], heads, q.stride(0),
+        q, k, kept[1], table.bounds, total, norms, kept[2], out, scale, tokens, key_heads, heads, q.stride(0),
         k.stride(0), out.stride(0), **_options(k, v, size, tiled),
     )  # fmt: skip
     return (*small, *kept) if tiles.KEEP_STATES else small, final
@@ -62,7 +69,7 @@ def backward(
     table = tiles.tables(docs, tokens)
     total, norms, inverse, *kept = saved
     if not kept:
-        kept = list(_states(q, k, v, decay, beta, table, (total, norms, inverse), None, False, tiled, solved=True)[0])
+        kept = list(_states(k, v, beta, table, (total, norms, inverse), None, False, tiled)[0])
     w, written, states = kept
     del kept
     grad_w, grad_states = torch.empty_like(written), torch.empty_like(states)
@@ -99,22 +106,21 @@ def step_(
 
 
 def _states(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, table: ChunkTables,
-    small: Kept, before: torch.Tensor | None, final_state: bool, tiled: bool, *, solved: bool,
+    k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, table: ChunkTables, small: Kept, before: torch.Tensor | None,
+    final_state: bool, tiled: bool,
 ) -> tuple[Kept, torch.Tensor | None]:  # fmt: skip
-    """w, W and the states before the chunks; and the states after the documents, if wanted. `small`: G, the norms and
-    the inverses, which are written first unless `solved`."""
+    """w, W and the states before the chunks, from G, the norms and the inverses; and the states after the documents, if
+    wanted."""
     (tokens, key_heads, width), (_, heads, value_width) = k.shape, v.shape
-    w, written = (torch.empty(tokens, heads, n, dtype=q.dtype, device=q.device) for n in (width, value_width))
-    size = tiles.tile("prepare", v)
-    forward_kernels.prepare[(len(table.bounds), key_heads)](
-        q, k, v, decay, beta, table.bounds, *small, w, written, tokens, key_heads, heads, q.stride(0), k.stride(0),
-        v.stride(0), EPS, SOLVED=solved, SOLVE="ieee" if q.dtype == torch.float32 else tiles.SOLVE_PRECISIONS[0],
+    w, written = (torch.empty(tokens, heads, n, dtype=k.dtype, device=k.device) for n in (width, value_width))
+    size = tiles.tile("factors", v)
+    forward_kernels.factors[(len(table.bounds), heads)](
+        k, v, beta, table.bounds, *small, w, written, tokens, key_heads, heads, k.stride(0), v.stride(0),
         **_options(k, v, size, tiled),
     )  # fmt: skip
-    states = torch.empty(len(table.bounds), heads, width, value_width, dtype=q.dtype, device=q.device)
+    states = torch.empty(len(table.bounds), heads, width, value_width, dtype=k.dtype, device=k.device)
     shape = len(table.first) - 1, heads, width, value_width
-    final = torch.empty(shape, dtype=torch.float32, device=q.device) if final_state else None
+    final = torch.empty(shape, dtype=torch.float32, device=k.device) if final_state else None
     size = tiles.tile("scan", v)
     forward_kernels.scan[_scan_grid(table, v, size)](
         k, w, written, *table, small[0], small[1], before, states, final, tokens, key_heads, heads, k.stride(0),

@@ -20,7 +20,7 @@ from graftune.kernels.attention import Documents
 
 CHUNK = 64
 # Whether the forward keeps what its chunks have written, read and started from, for the backward. For 8,192 tokens and
-# 32 value heads of 128 that is 0.27 GB in each layer; without it the backward runs two kernels of the forward again.
+# 32 value heads of 128 that is 0.27 GB in each layer; without it the backward runs `factors` and `scan` again.
 KEEP_STATES = False
 
 
@@ -34,16 +34,24 @@ class DeltaTile(NamedTuple):
 
 # By kernel; the first tile is used. Kernels are described in kernel.py.
 TILES = {
-    "prepare": (DeltaTile(128, 4, 1), DeltaTile(64, 4, 1), DeltaTile(128, 8, 1), DeltaTile(64, 4, 2)),
+    "solve": (DeltaTile(0, 4, 1), DeltaTile(0, 8, 1)),  # has no columns of values
+    "factors": (DeltaTile(128, 8, 1), DeltaTile(64, 4, 1), DeltaTile(128, 4, 1)),
     "scan": (DeltaTile(64, 4, 2), DeltaTile(32, 4, 2), DeltaTile(32, 4, 3), DeltaTile(64, 8, 2), DeltaTile(64, 4, 1)),
     "output": (DeltaTile(128, 8, 1), DeltaTile(64, 4, 1), DeltaTile(128, 4, 1)),
     "local": (DeltaTile(128, 8, 1), DeltaTile(128, 4, 1), DeltaTile(64, 4, 1)),
-    "scan_back": (DeltaTile(64, 4, 2), DeltaTile(32, 4, 2), DeltaTile(64, 8, 2), DeltaTile(64, 4, 1)),
+    "scan_back": (
+        DeltaTile(128, 8, 2),
+        DeltaTile(64, 4, 1),
+        DeltaTile(64, 4, 2),
+        DeltaTile(32, 4, 2),
+        DeltaTile(128, 8, 1),
+    ),
     "grads": (DeltaTile(64, 8, 1), DeltaTile(128, 8, 1), DeltaTile(32, 8, 1), DeltaTile(64, 4, 1)),
 }
 FP32_TILE = DeltaTile(32, 8, 1)  # products in fp32 do not use tensor cores, and their tiles take twice the memory
-# How the triangular systems are solved for 16-bit inputs: three products in tf32 have nearly the precision of fp32.
-SOLVE_PRECISIONS = ("tf32x3", "tf32")
+# How the inverted blocks of 16 tokens are joined for 16-bit inputs; the first is used. The blocks themselves are fp32,
+# and the result is rounded to 16 bits. "tf32x3" is nearly fp32, but takes three times the products and more registers.
+SOLVE_PRECISIONS = ("tf32", "tf32x3")
 
 
 def tile(kernel: str, v: torch.Tensor) -> DeltaTile:
@@ -55,7 +63,8 @@ def tile(kernel: str, v: torch.Tensor) -> DeltaTile:
 class ChunkTables(NamedTuple):
     """On the device. Chunks beyond those of the documents are empty: they end where they start, or before."""
 
-    bounds: torch.Tensor  # [N, 2] int32: the first token of each chunk, and the one after its last
+    # [N, 3] int32: the first token of each chunk, the one after its last, whether its document has another chunk
+    bounds: torch.Tensor
     first: torch.Tensor  # [S + 1] int32: document s has the chunks first[s] to first[s + 1]
 
 
@@ -70,6 +79,7 @@ def tables(docs: Documents, tokens: int) -> ChunkTables:
         document = torch.searchsorted(ends, chunk, right=True).clamp_(max=slots - 1)
         begin = starts[document] + (chunk - first[document]) * CHUNK
         end = torch.minimum(begin + CHUNK, starts[document + 1])
-        docs.prepared["delta bounds"] = torch.stack((begin, end), 1).to(torch.int32)
+        more = chunk + 1 < ends[document]
+        docs.prepared["delta bounds"] = torch.stack((begin, end, more), 1).to(torch.int32)
         docs.prepared["delta first"] = first.to(torch.int32)
     return ChunkTables(docs.prepared["delta bounds"], docs.prepared["delta first"])
