@@ -230,15 +230,18 @@ def _renderings(source: str, messages: list[Message], tools: Any) -> Iterator[st
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        for arguments, null, parts in itertools.product(("object", "text"), (None, ""), (False, True)):
+        for arguments, null, parts in itertools.product(("object", "text"), (None, ""), ("", "all", "assistant")):
             made = []
             for one in messages[: i + 1]:
                 one = {k: v for k, v in one.items() if k != "weight"}
                 if one.get("tool_calls"):
                     one["content"] = one["content"] or null
                     one["tool_calls"] = [_call_as(call, arguments) for call in one["tool_calls"]]
-                if parts and isinstance(one["content"], str):
-                    one["content"] = [{"type": "text", "text": one["content"]}]
+                if parts in ("all", one["role"]):
+                    why = next((one[key] for key in ("reasoning_content", "reasoning", "thinking") if key in one), "")
+                    thinking = [{"type": "thinking", "thinking": why}] if why else []
+                    text = [{"type": "text", "text": one["content"]}] if one["content"] else []
+                    one["content"] = thinking + text or one["content"]
                 made.append(one)
             yield reference(source, made, tools, False)
             yield reference(source, made, tools, True)

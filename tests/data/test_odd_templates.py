@@ -123,6 +123,27 @@ def test_template_vars_and_reasoning(tmp_path: Path) -> None:
             prepared(tmp_path, {"messages": messages}, chat, template_vars=variables)
 
 
+def test_reasoning_as_a_part_of_the_content(tmp_path: Path) -> None:
+    """Ministral 3's template reads it from the list of parts; a template that prints a list as JSON does not."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}{% else %}"
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+        "{{ '[THINK]' + p.thinking + '[/THINK]' if p.type == 'thinking' else p.text }}{% endfor %}{% endif %}"
+        "{{ '</s>' }}{% endif %}{% endfor %}"
+    )
+    chat, messages = with_template(source), turns("a", "b", "c", "[THINK]so[/THINK]d", "e", "f")
+    messages[1]["reasoning_content"] = "why"
+    for choice, runs in {
+        "auto": ["[THINK]why[/THINK]b</s>", "[THINK]so[/THINK]d</s>", "f</s>"],
+        "none": ["b</s>", "d</s>", "f</s>"],
+    }.items():
+        data = prepared(tmp_path, {"messages": messages}, chat, train_reasoning=choice)
+        assert all_runs(data) == runs and not data.summary.notes
+    printed = CHATML.replace("m.content", "(m.content if m.content is string else m.content | tojson)")
+    data = prepared(tmp_path, {"messages": messages[:2]}, with_template(printed))
+    assert all_runs(data) == ["b<|im_end|>"] and NOT_RENDERED["reasoning"] in data.summary.notes
+
+
 def test_reasoning_behind_a_token_across_the_border(tmp_path: Path) -> None:
     """Vocabularies of today take two line breaks as one token: "<think>\\n" and "\\n</think>" share one."""
     backend = tokenizers.Tokenizer.from_str(tokenizer().backend.to_str())

@@ -86,6 +86,7 @@ class Reasoning:
     key: str = ""  # empty: the template renders no such field
     open: str = "<think>\n"
     close: str = "\n</think>\n\n"  # empty: nothing says how a block is closed
+    part: bool = False  # the template reads it as a part of the content, as Ministral 3's does
 
     def block(self, answer: str, *, opened: bool) -> tuple[int, bool]:
         """(where the reasoning at the start of `answer` ends, whether it is empty); 0 where there is none.
@@ -215,13 +216,20 @@ class ChatFormat:
             found = next((key for key in REASONING_KEYS if key in wanted), None)
             if found:
                 wanted[self.reasoning.key] = wanted.pop(found)
-        if self.parts and isinstance(wanted["content"], str):
+        found = next((key for key in REASONING_KEYS if key in wanted), "") if self.reasoning.part else ""
+        if (self.parts or found) and isinstance(wanted["content"], str):
             wanted["content"] = in_parts(wanted["content"])
+        if found:
+            wanted["content"] = [*thinking_parts(wanted.pop(found)), *(wanted["content"] or ())]
         return wanted
 
 
 def in_parts(content: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": content}]
+
+
+def thinking_parts(reasoning: str) -> list[dict[str, str]]:
+    return [{"type": "thinking", "thinking": reasoning}]
 
 
 def _is_special(message: Message) -> bool:

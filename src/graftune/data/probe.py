@@ -16,7 +16,15 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from graftune.data.format import REASONING_KEYS, ChatFormat, Reasoning, Renderer, in_parts, special_tokens
+from graftune.data.format import (
+    REASONING_KEYS,
+    ChatFormat,
+    Reasoning,
+    Renderer,
+    in_parts,
+    special_tokens,
+    thinking_parts,
+)
 from graftune.data.header import align, borders, shared_start, units
 from graftune.data.record import Message
 from graftune.data.tags import TAG, is_pair, tag_kind, unclosed
@@ -54,7 +62,10 @@ def probe(
     def rendered(messages: list[Message], tools: list[Any] | None = None, generate: bool = False) -> str | None:
         nonlocal first_error
         if parts:
-            messages = [m | {"content": in_parts(m["content"])} if m["content"] else m for m in messages]
+            messages = [
+                m | {"content": in_parts(m["content"])} if m["content"] and isinstance(m["content"], str) else m
+                for m in messages
+            ]
         try:
             return renderer.render(messages, tools=tools, add_generation_prompt=generate, **variables)
         except GraftuneError as error:
@@ -107,7 +118,7 @@ def probe(
     )
 
 
-def _asked(answer: str, **more: Any) -> list[Message]:
+def _asked(answer: Any, **more: Any) -> list[Message]:
     return [{"role": "user", "content": _ASK}, {"role": "assistant", "content": answer, **more}]
 
 
@@ -267,6 +278,11 @@ def _reasoning(
         shown = rendered([*head, *_asked(ANSWERS[0], **{key: _WHY})], tools) or ""
         if (found := _block(shown, prompt, plain[aligned.end :])) is not None:
             return Reasoning(key, *found)
+    as_part = [*thinking_parts(_WHY), *in_parts(ANSWERS[0])]
+    shown = (rendered([*head, *_asked(as_part)], tools) if "thinking" in source else None) or ""
+    found = _block(shown, prompt, plain[aligned.end :])
+    if found and any(is_pair(tag, close) for tag in TAG.findall(found[0]) for close in TAG.findall(found[1])):
+        return Reasoning("", *found, part=True)
     for close in names:
         if tag_kind(close)[1] != "close":
             continue
