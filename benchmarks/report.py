@@ -53,6 +53,7 @@ CHECKS = {
     ("checks", "curves"): "SmolLM2 on GSM8K, 200 steps, against the CPU in fp32 (`curves.py`)",
     ("checks", "curves, quantised"): "over NF4 and the file's blocks against both dequantised, 100 steps",
     ("kernels",): "dequantisation of every kind, to the bit and near a copy's speed (`kernels.py`)",
+    ("delta",): "the gated delta rule, against its reference and published times (`delta.py`)",
     ("plan",): "memory planned against measured (`plan.py`)",
     ("checks", "refusal"): "a run that does not fit is refused, and the one suggested instead runs (tests/gpu)",
 }

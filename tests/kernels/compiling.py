@@ -20,6 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from graftune.data.pack import Capacities
+from graftune.kernels import gated_delta, rehearsal
+from graftune.kernels.attention import Documents
 from graftune.plan import Setup, rehearse
 from graftune.settings.config import LoraConfig
 from tests.plan.test_plan import biased, gpu, spec
@@ -66,6 +68,27 @@ def blocks(kind: str, table: str, mixed: str) -> Setup:
     made = gpu(kind="keep", recompute="full")
     shape = spec(layers=2, width=256, ffn=1024, vocab=4000)
     return dataclasses.replace(made, base=quantised.gguf_base(kind, shape, table, mixed))
+
+
+def delta_rule(dtype: torch.dtype, launched: rehearsal.Launched) -> None:
+    """Launches the delta rule's kernels for the heads of Qwen3.5."""
+
+    def meta(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=rehearsal.META)
+
+    with rehearsal.rehearsing(rehearsal.Rehearsal(rehearsal.Device("cuda"), launched=launched)):
+        docs = Documents(meta(5, dtype=torch.int32), None, 2048)
+        (q, k, v), decay = meta(4096, 64, 128).split((16, 16, 32), 1), meta(4096, 32, dtype=torch.float32)
+        saved, _ = gated_delta.forward(q, k, v, decay, decay, docs, 1.0, v)
+        gated_delta.backward(v, q, k, v, decay, decay, docs, 1.0, saved, (q, k, v), decay, decay)
+        gated_delta.step_(q, k, v, decay, decay, meta(4096, 32, 128, 128, dtype=torch.float32), 1.0, v)
+
+
+# Kernels that are launched without a step around them.
+ALONE = {
+    "delta rule": lambda launched: delta_rule(torch.bfloat16, launched),
+    "delta rule, fp32": lambda launched: delta_rule(torch.float32, launched),
+}
 
 
 class Launch(NamedTuple):
@@ -133,8 +156,11 @@ def fault(launch: Launch) -> str:
 
 def main(names: list[str]) -> int:
     launches = Launches(distinct="--distinct" in names)
-    for name in [name for name in names if name != "--distinct"] or SETTINGS:
-        rehearse(SETTINGS[name](), launched=launches.run)
+    for name in [name for name in names if name != "--distinct"] or [*SETTINGS, *ALONE]:
+        if name in ALONE:
+            ALONE[name](launches.run)
+        else:
+            rehearse(SETTINGS[name](), launched=launches.run)
     failed = list(filter(None, map(fault, launches.seen.values())))
     print(*failed, f"{len(launches.seen)} compiled, {len(failed)} failed", sep="\n")
     return int(bool(failed) or not launches.seen)
