@@ -130,7 +130,11 @@ BAD: dict[str, tuple[object, str, str]] = {
     "messages mixed": ({"messages": [1]}, "wrong type", "other things"),
     "no messages": ({"messages": []}, "no turns", "empty"),
     "no role": ({"messages": [{"content": "a"}]}, "wrong type", "no 'role'"),
-    "image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "wrong type", "not text"),
+    "image": (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        "images (only text is trained)",
+        "message 1",
+    ),
     "object content": ({"messages": [{"role": "user", "content": {}}]}, "wrong type", "an object"),
     "flag": ({"messages": [{"role": "user", "content": "a", "train": "yes"}]}, "wrong type", "'train'"),
     "weight": ({"messages": [{"role": "user", "content": "a", "weight": -0.5}]}, "wrong type", "0 or more"),

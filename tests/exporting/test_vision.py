@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from graftune.api import export
 from graftune.errors import GraftuneError
+from graftune.observe.console import Console
 from graftune.weights import names
 from graftune.weights.adapter import load_adapter
 from graftune.weights.base import open_base
@@ -182,16 +183,18 @@ def test_blocks_that_predict_further_tokens_are_no_layers(tmp_path: Path) -> Non
 
 
 def text_class(variant: str) -> Any:
-    """The text model alone, in transformers' class for it, with the weights of the text-and-vision model."""
+    """The text model alone, in transformers' class for it, with the weights of the text-and-vision model; None if
+    transformers has no such class."""
     import transformers
 
     whole = tiny.hf_model(variant)
     config = whole.config.get_text_config()
-    if config.model_type == "gemma3_text":
-        model = transformers.Gemma3ForCausalLM(config)
-    else:  # the text model of Qwen3-VL has no class of its own and computes what Qwen 3 does
+    if config.model_type == "qwen3_vl_text":  # it has no class of its own and computes what Qwen 3 does
         options = {**config.to_dict(), "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**options))
+        config = transformers.Qwen3Config(**options)
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     state = {names.TEXT.of(o): t for n, t in whole.state_dict().items() if (o := names.MULTIMODAL.ours(n))}
     missing = model.load_state_dict(state, strict=False)
     assert not missing.unexpected_keys and set(missing.missing_keys) <= {"lm_head.weight"}
@@ -233,6 +236,8 @@ def test_peft_loads_adapters_into_both_classes(variant: str, settings: Any, tmp_
     want = oracle.Ours(run.base, run.parts.decoder, run.parts.arena, run.config.lora).logits(documents)
     models_ = {"text": text_class(variant), "multimodal": tiny.hf_model(variant)}
     for naming, model in models_.items():
+        if model is None:
+            continue
         with torch.no_grad():
             before = torch.cat([model(torch.tensor([d])).logits[0] for d in documents])
             wrapped = with_peft(model, paths[naming])
@@ -260,3 +265,31 @@ def test_adapters_of_older_versions_are_read(tmp_path: Path) -> None:
         torch.equal(t, got.tensors[n]) for n, t in want.tensors.items()
     )
     assert set(got.tensors) == set(opened(folder, own, any_base=True).parts.arena.slots)
+
+
+def test_added_tokens_travel_with_both(tmp_path: Path) -> None:
+    folder, documents = make_folder("gemma3-vision", tmp_path / "model"), [[5, 80, 7, tiny.VOCAB, 130, tiny.VOCAB + 1]]
+    own = trained(folder, tmp_path / "adapter", new_tokens="<a>,<b>", targets="qv")
+    run = opened(folder, own)
+    want = oracle.Ours(run.base, run.parts.decoder, run.parts.arena, run.config.lora).logits(documents)
+    model = tiny.hf_model("gemma3-vision")
+    model.resize_token_embeddings(tiny.VOCAB + 2, mean_resizing=False)
+    with torch.no_grad():
+        got = with_peft(model, own)(torch.tensor(documents)).logits[0]
+    assert (got - want).abs().max() < 1e-4
+    merged = export(str(own), "merged", out=str(tmp_path / "merged")).path
+    config = json.loads((merged / "config.json").read_text())
+    assert config["text_config"]["vocab_size"] == tiny.VOCAB + 2 and "vocab_size" not in config
+    assert (transformers_logits(merged, documents) - want).abs().max() < 1e-4
+
+
+def test_quantised_tensors_outside_the_text_model_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What describes them is no longer in the configuration, which says how the text model was quantised."""
+    folder = make_folder("qwen3_vl", tmp_path / "model")
+    export(str(folder), "merged", out=str(tmp_path / "plain"), console=Console())
+    assert "quantised" not in capsys.readouterr().err
+    monkeypatch.setattr("graftune.exporting.write.checkpoint_format", lambda tensors: "fp8")
+    export(str(folder), "merged", out=str(tmp_path / "merged"), console=Console())
+    assert "1 tensors outside the text model are quantised" in capsys.readouterr().err
