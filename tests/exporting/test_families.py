@@ -100,7 +100,7 @@ def test_windows_of_exaone4_are_llama_cpps(tmp_path: Path) -> None:
 
 
 def test_a_gguf_trains_and_goes_out_as_a_folder(both: tuple[str, Path, Path], tmp_path: Path) -> None:
-    _, folder, gguf = both
+    variant, folder, gguf = both
     side, folders = oracle.whole(gguf), family_of(open_base(str(folder)).spec)
     loss, grads = side.gradients(examples(20, 33))
     grads = oracle.as_stored(grads, side.base.spec)
@@ -114,7 +114,8 @@ def test_a_gguf_trains_and_goes_out_as_a_folder(both: tuple[str, Path, Path], tm
         assert parameter.grad is not None and relative(got, parameter.grad) < 1e-4, name
     save_model(tmp_path / "model", side.arena, side.base, hf_config(side.base), torch.float32)
     documents = [e.tokens for e in examples(90, 11)]
-    assert (transformers_logits(tmp_path / "model", documents) - side.logits(documents)).abs().max() < 2e-4
+    if variant != "muse_glimmer":  # transformers has no class for its text model alone
+        assert (transformers_logits(tmp_path / "model", documents) - side.logits(documents)).abs().max() < 2e-4
     again = oracle.ours(tmp_path / "model", random_b=False)
     assert (again.logits(documents) - side.logits(documents)).abs().max() < 1e-4
 

@@ -122,6 +122,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": 0,
         },
     ),
+    "muse_glimmer": (
+        "MuseGlimmerTextConfig",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 6,
+            "qk_scale_factor": 1.5,
+            "output_multiplier": 0.7,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
     "hunyuan_v1_dense": (
         "HunYuanDenseV1Config",
         {"rope_parameters": {"rope_type": "dynamic", "alpha": 7.0, "factor": 1.0}, "pad_token_id": 0},
@@ -146,6 +156,25 @@ VISION: dict[str, tuple[str, dict[str, Any]]] = {
             "video_token_id": 251,
             "vision_start_token_id": 252,
             "vision_end_token_id": 253,
+        },
+    ),
+    "muse_glimmer": (
+        "MuseGlimmerConfig",
+        {
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "patch_size": 4,
+                "pos_emb_height": 4,
+                "pos_emb_width": 4,
+                "max_position_embeddings": 16,
+            },
+            "out_hidden_size": 64,
+            "projector_hidden_size": 24,
+            "image_token_id": 300,  # no token of a text: transformers leaves the embedding of these out
+            "video_token_id": 301,
         },
     ),
     "ministral3-vision": (
@@ -244,7 +273,12 @@ VARIANT_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-TEXT_TYPES = {"gemma3": "gemma3_text", "qwen3_vl": "qwen3_vl_text", "qwen3_5": "qwen3_5_text"}
+TEXT_TYPES = {
+    "gemma3": "gemma3_text",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_5": "qwen3_5_text",
+    "muse_glimmer": "muse_glimmer_text",
+}
 
 
 def config(variant: str) -> dict[str, Any]:
@@ -310,7 +344,8 @@ def _hf_model(variant: str, seed: int, config: str) -> tuple[Any, torch.Tensor]:
                 p.uniform_(0.5, 1.5)
                 if from_hf(name) in ("norm.weight", "embedding_norm.weight") and family in TIED:
                     p[::2] *= -1  # a tied head would say its own input again and again
-                if family.startswith(("gemma", "qwen3_5")) and "linear_attn" not in name:
+                less_one = family.startswith(("gemma", "qwen3_5")) and "linear_attn" not in name
+                if less_one or (family == "muse_glimmer" and "layernorm" in name):
                     p.sub_(1.0)  # theirs is the weight less one
             elif name.endswith("bias"):
                 p.normal_(0, 0.5)

@@ -32,8 +32,8 @@ _NAMING = ("family", "module", "names", "tiled")  # fields of a spec that say no
 def gguf_tensors(base: Base, mix: str) -> list[OutputTensor]:
     """Every tensor of a model under GGUF's name and in GGUF's order."""
     family = family_of(base.spec)
-    ropes = family.gguf_rope_tensors(base.spec)
-    found = [OutputTensor(name, TensorRows(values), "F32") for name, values in ropes.items()]
+    stated = family.gguf_tensors(base.spec)
+    found = [OutputTensor(name, TensorRows(values), "F32") for name, values in stated.items()]
     plain, stacks = experts.to_gguf(base.tensors, base.spec)
     for ours in sorted(plain, key=_place):
         if ours == "lm_head.weight" and base.spec.tied:

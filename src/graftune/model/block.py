@@ -83,7 +83,7 @@ class _Adds:
     """What a branch does to its output before it is added to the stream: a norm, a scale, both or neither."""
 
     out_norm: NormWeight | None
-    norm_eps: float
+    out_eps: float = 0.0  # of out_norm
     scale: float = 1.0
 
     @property
@@ -97,7 +97,7 @@ class _Adds:
         y, read, rstd = out, None, None
         if self.out_norm is not None:
             y, read = torch.empty_like(out), out
-            _, rstd = rms_norm.add_forward(out, None, self.out_norm.of(ctx.adapted), self.norm_eps, y)
+            _, rstd = rms_norm.add_forward(out, None, self.out_norm.of(ctx.adapted), self.out_eps, y)
         return y if self.scale == 1 else y.mul_(self.scale), read, rstd
 
     def _added_backward(
@@ -120,6 +120,7 @@ class Branch(_Adds):
 
     part: Part[Any]
     norm: NormWeight | None  # before the part; None: it reads the stream as it is
+    norm_eps: float = 0.0  # of norm
 
     @property
     def parts(self) -> tuple[Part[Any], ...]:

@@ -149,6 +149,8 @@ class PassContext:
     shared: dict[int, Any] = field(default_factory=dict, init=False)
     shared_grads: dict[int, Any] = field(default_factory=dict, init=False)
     layer_inputs: LayerInputs | None = field(default=None, init=False)  # set by the decoder's forward
+    # The embeddings [T, D] that a norm read, and its rstd [T], where the backward needs them.
+    embedded: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)
     rows: torch.Tensor | None = field(default=None, init=False)  # the tokens that the stream's rows are; None: all
 
     def of_rows(self, rows: torch.Tensor) -> PassContext:

@@ -37,6 +37,7 @@ class Decoder:
     device: torch.device
     compute: torch.dtype
     added: NewRows | None = None
+    embedding_norm: NormWeight | None = None
     bundles: Bundles | Residents = field(default_factory=Residents)  # fetches frozen weights from elsewhere
     # Tokens [T] and their embeddings [T, D] -> what parts read beside the residual stream; None: no part does.
     layer_inputs: Callable[[torch.Tensor, torch.Tensor], LayerInputs] | None = None
@@ -89,7 +90,7 @@ class Decoder:
         """tokens [T] -> the last block's output, all rows [T, D] or only the given ones [R, D], which are selected
         behind the last mixer. `tape` keeps what `backward` needs."""
         self.bundles.begin()
-        stream = Stream(self.embed(tokens, ctx.adapted))
+        stream = Stream(self.embed(tokens, ctx, save=tape is not None and self._embedding_trains))
         ctx.layer_inputs = None if self.layer_inputs is None else self.layer_inputs(tokens, stream.x)
         for block in self.blocks:
             spans.layer(block.index)
@@ -108,7 +109,7 @@ class Decoder:
         """The gradient that `Output.backward` gave of the rows -> every trained weight has its gradient added."""
         stream = StreamGrad(grad)
         del grad
-        embedding_trains = self.added is not None or isinstance(self.embedding, Trained)
+        embedding_trains = self._embedding_trains
         self.bundles.leave(HEAD, following=EMBEDDING)
         for block in reversed(self.blocks):
             needed = rows if block is self.blocks[-1] else None
@@ -127,20 +128,32 @@ class Decoder:
         ctx.join()
         if embedding_trains and stream.grad is not None:
             spans.operation("embedding")
-            self._embed_backward(tokens, stream.grad[:, : self.spec.width])
+            self._embed_backward(tokens, stream.grad[:, : self.spec.width], ctx)
         self.bundles.restore_first_blocks()
 
     def hidden(self, tokens: torch.Tensor, ctx: PassContext, rows: torch.Tensor | None = None) -> torch.Tensor:
         """The same without a backward: [T, D] or [R, D]."""
         return self.forward(tokens, ctx, rows).total()
 
-    def embed(self, tokens: torch.Tensor, adapted: bool) -> torch.Tensor:
-        """Lookup in the base's table and, from its end on, in the rows of added tokens; scaled as the family has it."""
+    @property
+    def _embedding_trains(self) -> bool:
+        return self.added is not None or isinstance(self.embedding, Trained)
+
+    def embed(self, tokens: torch.Tensor, ctx: PassContext, *, save: bool = False) -> torch.Tensor:
+        """Lookup in the base's table and, from its end on, in the rows of added tokens; scaled and normed as the family
+        has it. `save`: keep what the backward of the norm needs."""
         self.bundles.enter(EMBEDDING)
         with spans.covering("embedding"):
-            x = self._lookup(tokens, adapted)
+            x = self._lookup(tokens, ctx.adapted)
         self.bundles.leave(EMBEDDING, following=HEAD)
-        return x if self.spec.embedding.scale == 1 else x * self._embedding_scale
+        x = x if self.spec.embedding.scale == 1 else x * self._embedding_scale
+        if self.embedding_norm is None:
+            return x
+        assert self.spec.embedding.norm_eps is not None
+        normed = torch.empty_like(x)
+        read = rms_norm.add_forward(x, None, self.embedding_norm.value, self.spec.embedding.norm_eps, normed)
+        ctx.embedded = read if save else None
+        return normed
 
     @property
     def _embedding_scale(self) -> float:
@@ -155,7 +168,11 @@ class Decoder:
         index, is_new = self._new(tokens)
         return torch.where(is_new, rows.index_select(0, index), known)
 
-    def _embed_backward(self, tokens: torch.Tensor, grad: torch.Tensor) -> None:
+    def _embed_backward(self, tokens: torch.Tensor, grad: torch.Tensor, ctx: PassContext) -> None:
+        if self.embedding_norm is not None:
+            assert ctx.embedded is not None
+            grad = rms_norm.add_backward(grad, *ctx.embedded, self.embedding_norm.value, None, None)
+            ctx.embedded = None
         if self.spec.embedding.scale != 1:
             grad = grad * self._embedding_scale
         if isinstance(self.embedding, Trained):

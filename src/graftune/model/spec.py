@@ -23,6 +23,7 @@ class EmbeddingSpec:
     vocab: int
     width: int
     scale: float = 1.0
+    norm_eps: float | None = None  # of a norm without weight over each embedding; None: there is none
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,8 @@ class ModelSpec:
         scales = [branch.scale for kind in self.kinds for branch in kind.branches]
         scales += [self.embedding.scale, self.head.logit_scale]
         checks = [(name, fine) for kind in self.kinds for part in kind.parts for name, fine in part.checks.items()]
-        checks.append(("norm epsilon", all(0 <= norm.eps < 1 for norm in norms)))
+        epsilons = [norm.eps for norm in norms] + [self.embedding.norm_eps or 0.0]
+        checks.append(("norm epsilon", all(0 <= eps < 1 for eps in epsilons)))
         checks.append(("scales", all(0 < scale < math.inf for scale in scales)))
         checks.append(("caps", 0 <= self.head.logit_cap < math.inf))
         if all(fine for _, fine in checks):

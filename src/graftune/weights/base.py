@@ -19,7 +19,6 @@ from graftune.errors import GraftuneError
 from graftune.io import digest
 from graftune.io.files import check_inside
 from graftune.model.families import family_of, from_config, from_gguf, is_multimodal
-from graftune.model.families.rope import GGUF_TENSORS
 from graftune.model.frozen import RowSource
 from graftune.model.frozen.formats import assembled, check_quantisation
 from graftune.model.lora import norm_names
@@ -228,10 +227,9 @@ def _open_gguf(name: str, path: Path) -> Base:
         if split is not None:
             tensors.update(split)
             continue
-        ours = family.our_name(gguf_name)
-        if ours is None and gguf_name in GGUF_TENSORS:
+        if family.is_gguf_only(gguf_name):
             continue
-        ours = ours or gguf_name  # _check_tensors refuses it by name
+        ours = family.our_name(gguf_name) or gguf_name  # _check_tensors refuses it by name
         tensors[ours] = rows_.from_file(tensor, "gguf", spec, ours)
     return Base(name, path, "gguf", spec, tok.from_gguf(file.metadata), tensors, parts, carried=carried)
 

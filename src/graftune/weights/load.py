@@ -121,6 +121,7 @@ class _Placer:
             device=self.device,
             compute=self.compute,
             added=embed_rows,
+            embedding_norm=None if spec.embedding.norm_eps is None else self.unit_norm(spec.width),
         )
         self.check_finite()
         if self.bundles is not None:
@@ -154,14 +155,14 @@ class _Placer:
                 part = each.part.build(_PartPlacer(self, each.part, index, first))
                 first += len(each.part.groups)
                 norm, out_norm = self._layer_norm(index, each.norm), self._layer_norm(index, each.out_norm)
-                eps = next((one.eps for one in (each.norm, each.out_norm) if one is not None), 0.0)
-                made.append(Branch(part=part, norm=norm, out_norm=out_norm, norm_eps=eps))
+                eps, out_eps = (0.0 if one is None else one.eps for one in (each.norm, each.out_norm))
+                made.append(Branch(part=part, norm=norm, norm_eps=eps, out_norm=out_norm, out_eps=out_eps))
             if len(made) == 1 and spec.out_norm is None:
                 branches += made
                 made[0].scale = spec.scale
             else:
                 norm, eps = self._layer_norm(index, spec.out_norm), 0.0 if spec.out_norm is None else spec.out_norm.eps
-                branches.append(ParallelBranch(branches=tuple(made), out_norm=norm, norm_eps=eps, scale=spec.scale))
+                branches.append(ParallelBranch(branches=tuple(made), out_norm=norm, out_eps=eps, scale=spec.scale))
         return Block(index, tuple(branches), self._stream_scale(index, layer.stream_scale))
 
     def _layer_norm(self, index: int, norm: NormSpec | None) -> NormWeight | None:
@@ -260,6 +261,10 @@ class _Placer:
         before = value if self.arena.full else value.clone()
         return NormWeight(value, before, self.arena.view(name, self.arena.grads))
 
+    def unit_norm(self, width: int) -> NormWeight:
+        ones = torch.ones(width, device=self.device)
+        return NormWeight(ones, ones)
+
     def new_rows(self, name: str, table: Frozen) -> NewRows | None:
         """Rows of added tokens start at the mean of the base's rows, which is the same on every machine."""
         if name not in self.arena.slots:
@@ -321,8 +326,7 @@ class _PartPlacer:
         return self.placer.norm(f"{self.stem}.{name}.weight", self.part.norms[name])
 
     def unit_norm(self, width: int) -> NormWeight:
-        ones = torch.ones(width, device=self.placer.device)
-        return NormWeight(ones, ones)
+        return self.placer.unit_norm(width)
 
     def rope(self, spec: RopeSpec) -> int:
         return self.placer.spec.ropes.index(spec)

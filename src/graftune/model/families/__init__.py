@@ -18,6 +18,7 @@ from graftune.model.families.granite import GRANITE
 from graftune.model.families.hunyuan import HUNYUAN
 from graftune.model.families.lfm2 import LFM2
 from graftune.model.families.llama import LLAMA
+from graftune.model.families.muse import MUSE
 from graftune.model.families.olmo import OLMO
 from graftune.model.families.phi import PHI
 from graftune.model.families.qwen import QWEN
@@ -45,6 +46,7 @@ _GROUPS = (
     EXAONE,
     HUNYUAN,
     GLM,
+    MUSE,
 )
 FAMILIES = {family.name: family for group in _GROUPS for family in group}
 MODEL_TYPES = {family.hf_type: family for family in FAMILIES.values()}

@@ -111,8 +111,7 @@ class Family:
         """The spec that a configuration describes. `spelled`: names of its keys in the file, for messages."""
         check_supported(config, where, bias=self.bias)
         get = Getter(self.completed(config), where, spelled or {})
-        width, eps = get.whole("hidden_size"), get.number("rms_norm_eps", 1e-6)
-        norms = tuple(None if n is None else NormSpec(n, width, eps, self.norm_offset) for n in self.norms)
+        norms = self.layer_norms(get)
         feed_forward, scale = self.feed_forward(get), get.number("residual_multiplier", 1.0)
         kinds: dict[MixerSpec, LayerSpec] = {}
         mixers = self.mixers(get)
@@ -124,13 +123,22 @@ class Family:
             self.embedding(get),
             tuple(kinds[mixer] for mixer in mixers),
             HeadSpec(
-                NormSpec(self.final_norm, width, eps, self.norm_offset),
+                self.head_norm(get),
                 bool(get.config.get("tie_word_embeddings", False)),
                 1.0 / get.number("logits_scaling", 1.0),
                 get.number("final_logit_softcapping", 0.0),
             ),
             int(get.number("max_position_embeddings", 2048)),
         )
+
+    def layer_norms(self, get: Getter) -> tuple[NormSpec | None, ...]:
+        """Before and behind the mixer, before and behind the feed-forward."""
+        width, eps = get.whole("hidden_size"), get.number("rms_norm_eps", 1e-6)
+        return tuple(None if name is None else NormSpec(name, width, eps, self.norm_offset) for name in self.norms)
+
+    def head_norm(self, get: Getter) -> NormSpec:
+        width, eps = get.whole("hidden_size"), get.number("rms_norm_eps", 1e-6)
+        return NormSpec(self.final_norm, width, eps, self.norm_offset)
 
     def completed(self, config: Config) -> dict[str, Any]:
         """With what the file leaves out, and with the names that all families have."""
@@ -350,8 +358,12 @@ class Family:
         them, and a vision tower beside it needs them."""
         return {}
 
-    def gguf_rope_tensors(self, spec: ModelSpec) -> dict[str, torch.Tensor]:
+    def gguf_tensors(self, spec: ModelSpec) -> dict[str, torch.Tensor]:
+        """Tensors that only a GGUF has: they state values of the spec."""
         return rope.gguf_tensors(self.written_ropes(spec)[0])
+
+    def is_gguf_only(self, name: str) -> bool:
+        return name in rope.GGUF_TENSORS
 
     # Names of tensors
 
