@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools import api_docs
 
 from benchmarks import report
+from graftune.model.families import FAMILIES
 from graftune.settings.config import leaves
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,7 +47,31 @@ def layers() -> str:
     return "\n".join(["```", *shown, "```"])
 
 
+# Popular models that load under another name than their own. Only models whose config.json names the family are listed.
+MODELS = {
+    "llama": "Llama 2 to 3.3, SmolLM2, TinyLlama, Yi, Code Llama, Vicuna, DeepSeek-R1-Distill-Llama",
+    "mistral": "Mistral Nemo, Codestral, OpenHermes 2.5, Zephyr",
+    "qwen2": "Qwen 2.5, QwQ, DeepSeek-R1-Distill-Qwen",
+    "qwen3": "DeepSeek-R1-0528-Qwen3",
+    "phi3": "Phi 3.5 mini, Phi 4, Phi 4 mini",
+    "gemma": "CodeGemma",
+    "glm4": "GLM-4-0414, GLM-Z1-0414",
+    "granitemoehybrid": "Granite 4.0 Micro",
+}
+
+
+def families() -> str:
+    """Every family, and models that load under another family's name."""
+    dense, mixtures = (
+        ", ".join(f"`{name}`" for name, family in sorted(FAMILIES.items()) if bool(family.experts_key) == experts)
+        for experts in (False, True)
+    )
+    others = "; ".join(f"`{name}`: {models}" for name, models in MODELS.items() if name in FAMILIES)
+    return f"Families: {dense}; with experts: {mixtures}. Among the models that load under such a name are {others}."
+
+
 PARTS: dict[str, Callable[[], str]] = {
+    "families": families,
     "api": api_docs.api,
     "layers": layers,
     "settings": settings,
