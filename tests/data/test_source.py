@@ -132,7 +132,7 @@ BAD: dict[str, tuple[object, str, str]] = {
     "no role": ({"messages": [{"content": "a"}]}, "wrong type", "no 'role'"),
     "image": (
         {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-        "images (only text is trained)",
+        "images (only text is supported)",
         "message 1",
     ),
     "object content": ({"messages": [{"role": "user", "content": {}}]}, "wrong type", "an object"),

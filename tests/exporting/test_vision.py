@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from graftune.api import export
 from graftune.errors import GraftuneError
+from graftune.model.lora import build_arena, start_from_scratch
 from graftune.observe.console import Console
+from graftune.settings.config import LoraConfig
 from graftune.weights import names
 from graftune.weights.adapter import load_adapter
 from graftune.weights.base import open_base
@@ -293,3 +295,18 @@ def test_quantised_tensors_outside_the_text_model_are_named(
     monkeypatch.setattr("graftune.exporting.write.checkpoint_format", lambda tensors: "fp8")
     export(str(folder), "merged", out=str(tmp_path / "merged"), console=Console())
     assert "1 tensors outside the text model are quantised" in capsys.readouterr().err
+
+
+def test_a_text_model_from_nothing_has_no_vision_tower(tmp_path: Path) -> None:
+    """Its folder describes the text model alone."""
+    folder = make_folder("gemma3-vision", tmp_path / "model")
+    base = open_base(str(folder), weights=False)
+    arena = build_arena(base.spec, LoraConfig(), torch.device("cpu"), torch.float32, full=True)
+    start_from_scratch(arena, base.spec, 3)
+    save_model(tmp_path / "out", arena, base, hf_config(base), torch.float32)
+    back = open_base(str(tmp_path / "out"))
+    assert back.spec == base.spec and not back.multimodal and not back.carried
+    assert not (tmp_path / "out" / "preprocessor_config.json").exists()
+    documents = [[5, 80, 7]]
+    ours = oracle.ours(tmp_path / "out", random_b=False).logits(documents)
+    assert (transformers_logits(tmp_path / "out", documents) - ours).abs().max() < 1e-4

@@ -45,6 +45,7 @@ MISTAKES = {
     "generate conversations": (lambda s, d: s.generate([TURN]), "generate was given a list.*use chat or sample"),
     "a message without text": (lambda s, d: s.chat([{"role": "user"}]), "the conversation: blank prompt: message 1"),
     "a message without role": (lambda s, d: s.chat([{"content": "x"}]), "message 1 has no 'role'"),
+    "a picture": (lambda s, d: s.chat([{**TURN[0], "images": ["x.png"]}]), "message 1 has 'images'"),
     "a misspelt role": (lambda s, d: s.chat([{**TURN[0], "role": "usr"}]), "unknown role.*'usr'; did you mean 'user'"),
     "chat with a number": (lambda s, d: s.chat(3), "the conversation is an int"),
     "chat with nothing": (lambda s, d: s.chat([]), "the conversation is a list"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,8 +85,7 @@ class Turns:
                 self._blank(turn["role"], place)
             return self.add({"role": turn["role"], "content": text})
         role = self._role(turn, place)
-        for name in (name for name in turn if normal(name) in MEDIA):
-            check_media(turn[name], MEDIA[normal(name)], f"message {place} has {quoted(name)}")
+        check_turn_media(turn, place)
         content = _content(place, turn["content"] if turn.get("content") is not None else turn.get("value"))
         message: Message = {"role": role, "content": content}
         message.update((k, v) for k, v in turn.items() if k not in _ASIDE and v is not None)
@@ -183,8 +183,13 @@ def check_media(value: object, what: str, where: str) -> None:
         raise media_refusal(what, where)
 
 
+def check_turn_media(turn: Mapping[str, Any], place: int) -> None:
+    for name in (name for name in turn if normal(name) in MEDIA):
+        check_media(turn[name], MEDIA[normal(name)], f"message {place} has {quoted(name)}")
+
+
 def media_refusal(what: str, where: str) -> Refusal:
-    return Refusal(f"{what} (only text is trained)", where)
+    return Refusal(f"{what} (only text is supported)", where)
 
 
 def unknown_role(role: str, place: int) -> Refusal:

@@ -11,7 +11,7 @@ from typing import Any
 
 from graftune.data.dataset import Dataset
 from graftune.data.row import Refusal
-from graftune.data.turns import Turns
+from graftune.data.turns import Turns, check_turn_media
 from graftune.errors import GraftuneError
 from graftune.losses import Loss
 from graftune.settings.config import OptimConfig
@@ -93,6 +93,7 @@ def conversation(given: Sequence[Message]) -> Conversation:
     turns = Turns()
     try:
         for place, message in enumerate(given, 1):
+            check_turn_media(message, place)
             if isinstance(message.get("role"), str) and isinstance(message.get("content"), str):
                 turns.add(dict(message))
             else:

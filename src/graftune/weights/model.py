@@ -132,8 +132,9 @@ def _shards(tensors: list[OutputTensor], limit: int) -> Iterator[list[OutputTens
 
 
 def hf_config(base: Base) -> dict[str, Any]:
-    """Its config.json. A GGUF whose rope no configuration can say is refused, before a run rather than after it."""
-    if base.config_file is not None:
+    """Its config.json; of a text model that is trained from nothing, without the vision tower, which it does not have.
+    A GGUF whose rope no configuration can say is refused, before a run rather than after it."""
+    if base.config_file is not None and not (base.kind == "config" and base.multimodal):
         values = with_text_values(read_object(base.config_file), {"tie_word_embeddings": base.spec.tied})
         values.pop("quantization_config", None)  # of a prequantised base: what is saved is not
         values.pop("auto_map", None)  # names code of the base's repository, which the saved model does not need
@@ -158,7 +159,7 @@ def _generation(base: Base) -> dict[str, Any]:
 def _copy_processors(folder: Path, base: Base) -> None:
     """Copies what programs need to read images with a text-and-vision checkpoint: the files of its processors, and the
     tokens in tokenizer_config.json that a text model has no use for."""
-    if not base.multimodal:
+    if not base.multimodal or base.kind != "safetensors":
         return
     for file in base.folder.glob("*processor_config.json"):
         check_inside(file)
