@@ -67,7 +67,8 @@ def families() -> str:
         for experts in (False, True)
     )
     others = "; ".join(f"`{name}`: {models}" for name, models in MODELS.items() if name in FAMILIES)
-    return f"Families: {dense}; with experts: {mixtures}. Among the models that load under such a name are {others}."
+    listed = f"Families: {dense}; with experts: {mixtures}; of text-and-vision models the text model."
+    return f"{listed} Among the models that load under such a name are {others}."
 
 
 PARTS: dict[str, Callable[[], str]] = {
