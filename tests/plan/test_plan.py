@@ -75,6 +75,8 @@ def told(of: Callable[[int], Setup], layers: int) -> Bytes:
     return job.from_few_layers(of(layers))
 
 
+DELTA = {"family": "qwen3_5", "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 PAIRED = [Example([1, 2], [False, True], group=0)] * 2
 CASES = {
     "none": setup(),
@@ -89,6 +91,11 @@ CASES = {
     "norms and layer clip": setup(lora=LoraConfig(rank=4, train_norms=True), clip_mode="layer"),
     "every weight": setup(method="full"),
     "convolutions": setup(spec=spec(family="lfm2", convolutions=(0, 1))),
+    "delta nets": setup(spec=spec(**DELTA), asked=(90, 20, 30), new_tokens=8, cache_capacity=100),
+    "delta nets, selective": setup(
+        spec=spec(**DELTA), recompute="selective", lora=LoraConfig(rank=4, train_norms=True)
+    ),
+    "delta nets, every weight": setup(spec=spec(**DELTA), method="full"),
     "qk norm, bias, tied": setup(spec=biased(tied=True)),
     "options of attention": setup(spec=specs.with_options(spec()), lora=LoraConfig(rank=4, train_norms=True)),
     "pairs, the start kept": setup(loss=Dpo("start"), layout=Dpo().layout(PAIRED)),

@@ -16,7 +16,7 @@ from graftune.plan.counting import without_memory
 from graftune.plan.job import from_few_layers
 from graftune.plan.shapes import RULES
 from graftune.settings.config import LoraConfig
-from tests.plan.test_plan import Setup, biased, gpu, setup, spec
+from tests.plan.test_plan import DELTA, Setup, biased, gpu, setup, spec
 
 CAPPED = {"family": "gemma2", "window": 16}
 CONVOLVED = {"family": "lfm2", "convolutions": (0, 1)}
@@ -31,6 +31,8 @@ SETUPS = {
     "gpu, caps": lambda: gpu(backend="triton", spec=spec(width=256, **CAPPED)),
     "cpu experts": lambda: setup(spec=spec(experts=4, chosen=2, family="qwen3_moe")),
     "gpu convolutions": lambda: gpu(backend="triton", spec=spec(width=256, **CONVOLVED)),
+    "gpu delta nets": lambda: gpu(spec=spec(width=256, **DELTA), asked=(90, 20, 30), new_tokens=8, cache_capacity=100),
+    "cpu delta nets": lambda: setup(spec=spec(**DELTA), asked=(90, 20, 30), new_tokens=8, cache_capacity=100),
     "gpu, anchored": lambda: gpu(loss=Anchored(0.1)),
     "cpu convolutions": lambda: setup(spec=spec(**CONVOLVED), asked=(90, 20, 30), new_tokens=8, cache_capacity=100),
     "gpu, softplus": lambda: gpu(loss=Shaped(torch.nn.functional.softplus)),

@@ -177,6 +177,24 @@ VISION: dict[str, tuple[str, dict[str, Any]]] = {
             "video_token_id": 301,
         },
     ),
+    "qwen3_5-vision": (
+        "Qwen3_5Config",
+        {
+            "vision_config": {
+                "depth": 2,
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_heads": 2,
+                "patch_size": 4,
+                "out_hidden_size": 48,
+                "num_position_embeddings": 16,
+            },
+            "image_token_id": 250,
+            "video_token_id": 251,
+            "vision_start_token_id": 252,
+            "vision_end_token_id": 253,
+        },
+    ),
     "ministral3-vision": (
         "Mistral3Config",
         {
@@ -249,6 +267,7 @@ VARIANT_OPTIONS: dict[str, dict[str, Any]] = {
     },
     "gemma3-short": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "olmo3-short": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3_5-short": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     "lfm2-short": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "gemma2-odd": {"query_pre_attn_scalar": 7, "attn_logit_softcapping": None, "sliding_window": 3},
     "phi3-long": {"original_max_position_embeddings": 64, "rope_parameters": LONG},

@@ -112,6 +112,11 @@ def _made(shape: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -
     return empty(shape, dtype)
 
 
+@rule(aten.eye)
+def _eye(size: int, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> torch.Tensor:
+    return empty((size, size), dtype)
+
+
 @rule(aten.full)
 def _full(shape: Sequence[int], value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
     kinds = {bool: torch.bool, int: torch.int64}
@@ -192,6 +197,22 @@ def _softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
     return empty(x.shape, x.dtype)
 
 
+@rule(aten.tril)
+def _tril(x: torch.Tensor, diagonal: int = 0) -> torch.Tensor:
+    return empty(x.shape, x.dtype)
+
+
+@rule(aten.flip)
+def _flip(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    return like(x)
+
+
+@rule(aten.linalg_solve_triangular)
+def _solve_triangular(a: torch.Tensor, b: torch.Tensor, **_: Any) -> torch.Tensor:
+    """By column, as LAPACK writes it."""
+    return empty((*broadcast((a.shape[:-2], b.shape[:-2])), b.shape[-1], b.shape[-2]), b.dtype).mT
+
+
 @rule(aten.cumsum)
 def _cumsum(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     return like(x, dtype or (x.dtype if x.dtype.is_floating_point else torch.int64))
@@ -210,7 +231,10 @@ def _index(x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Ten
     used = [dim for dim, index in enumerate(indices) if index is not None]
     rest = [size for dim, size in enumerate(x.shape) if dim not in used]
     first = used[0] if used[-1] - used[0] == len(used) - 1 else 0
-    return empty((*rest[:first], *broadcast(i.shape for i in indices if i is not None), *rest[first:]), x.dtype)
+    picked = broadcast(i.shape for i in indices if i is not None)
+    if used == [0] and len(picked) == 1:  # rows, each laid out as it was
+        return like(x.new_empty(0).as_strided((*picked, *rest), x.stride()))
+    return empty((*rest[:first], *picked, *rest[first:]), x.dtype)
 
 
 @rule(aten.topk)

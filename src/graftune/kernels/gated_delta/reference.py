@@ -143,7 +143,7 @@ def _layout(docs: Documents, q: torch.Tensor) -> ChunkLayout:
             steps[index][1].append(chunk + index)
 
     def table(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=q.device)
+        return torch.tensor(values, dtype=torch.int64).to(q.device)
 
     found = [(table(documents), table(chunks)) for documents, chunks in steps]
     return ChunkLayout(size, len(docs.lengths), table(rows), table(places), found)
