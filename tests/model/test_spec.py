@@ -104,6 +104,22 @@ def test_architectures_that_are_refused_say_why(names: str, why: str) -> None:
             from_gguf({"general.architecture": name}, {}, "x")
 
 
+def test_what_gemma_3_leaves_out_with_its_vision_tower() -> None:
+    """The configuration of the 4B model on the Hub."""
+    import transformers
+
+    rope = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        **rope,
+    }
+    whole = transformers.Gemma3Config(text_config=dict(text)).to_dict()
+    assert from_config({"model_type": "gemma3", "text_config": text}, "x") == from_config(whole, "x")
+
+
 def test_what_a_gemma_configuration_leaves_out():
     """As transformers has it: left out is a default, null is none."""
     import transformers

@@ -41,6 +41,16 @@ DEFAULTS = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
+# Text-and-vision checkpoints on the Hub leave out what transformers has as a default.
+GEMMA3 = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+}
 CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
 
@@ -106,7 +116,7 @@ GEMMA = (
         "Gemma3ForCausalLM",
         model_type="gemma3_text",
         outer=("gemma3",),
-        defaults=DEFAULTS | {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
+        defaults=DEFAULTS | GEMMA3,
         qk_norm=True,
         pattern=6,
         local_rope=True,
