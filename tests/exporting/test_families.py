@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from graftune.api import export
 from graftune.errors import GraftuneError
 from graftune.infer.sample import Sampling
+from graftune.model.families import FAMILIES as KNOWN
 from graftune.model.families import family_of, from_gguf
 from graftune.weights.base import open_base
 from graftune.weights.gguf_io import read_gguf
@@ -24,7 +25,8 @@ from tests.parity.test_full import examples, named, relative, transformers_logit
 from tests.support import oracle, tiny
 from tests.support.generate import generate
 
-FAMILIES = [*tiny.FAMILIES, "llama-untied", "phi3-far", "olmo3-yarn"]  # mixtures: tests/exporting/test_moe.py
+IN_LLAMA_CPP = [variant for variant in tiny.FAMILIES if KNOWN[variant].in_llama_cpp]
+FAMILIES = [*IN_LLAMA_CPP, "llama-untied", "phi3-far", "olmo3-yarn"]  # mixtures: tests/exporting/test_moe.py
 PROMPT = [200, 5, 5, 18, 77, 150, 31, 8, 8, 64, 12, 90]
 
 
@@ -137,6 +139,14 @@ def test_what_a_gguf_cannot_say_is_refused(variant: str, what: str, tmp_path: Pa
         with pytest.raises(GraftuneError, match=what):
             export(str(folder), "gguf", kind="F32", out=str(tmp_path / place))
     assert sorted(tmp_path.rglob("*")) == before, "no file, and no folder that was made for it"
+
+
+def test_a_family_that_llama_cpp_does_not_know_is_refused(tmp_path: Path) -> None:
+    folder = models.make_folder("lfm3", tmp_path / "model")
+    with pytest.raises(
+        GraftuneError, match=r"llama\.cpp has no architecture for lfm3 models; export to merged or peft"
+    ):
+        export(str(folder), "gguf", kind="F32", out=str(tmp_path / "m.gguf"))
 
 
 def test_gemmas_norms_travel_with_adapters_as_pefts_do(tmp_path: Path) -> None:

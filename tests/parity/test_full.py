@@ -61,6 +61,7 @@ PER_BLOCK = {
     "glm4": 13,
     "ministral3": 9,
     "muse_glimmer": 12,
+    "lfm3-short": 14,
 }
 
 

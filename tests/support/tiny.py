@@ -29,7 +29,7 @@ ROPE: dict[str, dict[str, Any]] = {
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
 }
-TIED = ("gemma", "gemma2", "gemma3", "smollm3", "lfm2", "ernie4_5")
+TIED = ("gemma", "gemma2", "gemma3", "smollm3", "lfm2", "lfm3", "ernie4_5")
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6, "tie_word_embeddings": True}
 # Every family: the class of its configuration in transformers, and its options beside those of all. Layers are of both
 # kinds wherever there are two. A row here is checked by all tests that go over families: logits and gradients against
@@ -130,6 +130,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "qk_scale_factor": 1.5,
             "output_multiplier": 0.7,
             "final_logit_softcapping": 3.0,
+        },
+    ),
+    "lfm3": (
+        "Lfm3Config",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": ["conv", "conv", "full_attention", "conv", "sliding_attention"],
+            "sliding_window": 6,
+            "tie_word_embeddings": True,
+            "pad_token_id": 0,
         },
     ),
     "hunyuan_v1_dense": (
@@ -268,6 +278,7 @@ VARIANT_OPTIONS: dict[str, dict[str, Any]] = {
     "gemma3-short": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "olmo3-short": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "qwen3_5-short": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "lfm3-short": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "lfm2-short": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "gemma2-odd": {"query_pre_attn_scalar": 7, "attn_logit_softcapping": None, "sliding_window": 3},
     "phi3-long": {"original_max_position_embeddings": 64, "rope_parameters": LONG},

@@ -75,6 +75,10 @@ def export(
         raise GraftuneError(f"the format {to!r} is not known", fix=f"choose one of {', '.join(FORMATS)}")
     kind = _checked_kind(kind, to)
     source = find(target, base, revision, add, any_base)
+    if to in ("gguf", "gguf-lora") and not family_of(source.base.spec).in_llama_cpp:
+        raise GraftuneError(
+            f"llama.cpp has no architecture for {source.base.spec.family} models", fix="export to merged or peft"
+        )
     if to in ("peft", "gguf-lora", "apr"):
         source.adapter(to)
         merge(source.base, source.adapters)  # reads no weight: it checks that the adapter fits the base

@@ -21,7 +21,7 @@ WIDEST = 1 << 16  # columns of a head in a sane file
 class RopeScaling:
     """How rotary frequencies are scaled. Fields that a kind does not use stay at their defaults."""
 
-    kind: str = "none"  # none | linear | llama3 | yarn | longrope
+    kind: str = "none"  # none | linear | llama3 | yarn | longrope | proportional
     factor: float = 1.0
     original_length: int = 0
     low_freq_factor: float = 1.0
@@ -34,6 +34,7 @@ class RopeScaling:
     truncate: bool = True
     short: tuple[float, ...] = ()  # longrope's divisors, up to the original length and beyond it
     long: tuple[float, ...] = ()
+    share: float = 1.0  # proportional: of the frequencies, the first ones; the others are zero
     divisors: tuple[float, ...] = ()  # of the frequencies: a GGUF stores these in place of Llama 3's settings
 
 
@@ -102,6 +103,9 @@ def _scaled(width: int, theta: float, scaling: RopeScaling) -> tuple[torch.Tenso
         return base, 1.0
     if scaling.kind == "linear":
         return base / scaling.factor, 1.0
+    if scaling.kind == "proportional":
+        rotated = torch.arange(width // 2) < int(scaling.share * width // 2)
+        return torch.where(rotated, base / scaling.factor, 0.0), 1.0
     if scaling.kind == "llama3":
         return _llama3(base, scaling), 1.0
     if scaling.kind == "longrope":

@@ -32,7 +32,8 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 # As Qwen3.5's gated delta nets call them, beside out_proj.
 DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-OTHER_PROJECTIONS = ("in_proj", "out_proj", "w1", "w3", "w2", "input_linear", "output_linear")  # LFM2's, Granite 4's
+# LFM's and Granite 4's.
+OTHER_PROJECTIONS = ("in_proj", "out_proj", "w1", "w3", "w2", "g_proj", "input_linear", "output_linear")
 TARGETS = (*PROJECTIONS, *FUSED, *OTHER_PROJECTIONS, *DELTA_PROJECTIONS)
 LENGTH, SHORTEST = 2048, 8  # tokens of an example: the longest unless set, and the least that may be set
 TARGET_SHORTHANDS = {

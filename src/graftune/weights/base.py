@@ -240,7 +240,8 @@ def _open_folder(name: str, folder: Path) -> Base:
     scheme = names.scheme_of(stored)
     outside = {n: t for n, t in stored.items() if _is_outside(n, scheme, described.multimodal)}
     found = assembled({n: t for n, t in stored.items() if n not in outside}, folder)
-    tensors = {names.from_hf(n): t for n, t in found.items() if not n.endswith("rotary_emb.inv_freq")}
+    ours = family_of(described.spec).from_folder
+    tensors = {ours(names.from_hf(n)): t for n, t in found.items() if not n.endswith("rotary_emb.inv_freq")}
     tensors = {n: rows_.from_file(t, "folder", described.spec, n) for n, t in tensors.items()}
     if described.spec.experts:
         tensors = experts.from_folder(tensors, described.spec)

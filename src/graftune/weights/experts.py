@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from graftune.errors import GraftuneError
-from graftune.model.families import family_of
 from graftune.model.feed_forward.experts import PARAMETERS
 from graftune.model.frozen import RowSource
 from graftune.model.spec import ModelSpec
@@ -85,7 +84,7 @@ def from_folder(tensors: Mapping[str, RowSource], spec: ModelSpec) -> dict[str, 
                     found[f"{stacked[1]}.{expert}.{projection}.weight"] = ExpertRows(tensor, expert, at, rows)
                     at += rows
         else:
-            found[family_of(spec).from_folder(name)] = tensor
+            found[name] = tensor
     return found
 
 

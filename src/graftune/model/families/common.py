@@ -87,6 +87,7 @@ class Family:
     gguf_names: Mapping[str, str] = field(default_factory=dict)  # where GGUF's names are not those of BLOCK and TOP
     gguf_halves: Mapping[str, str] = field(default_factory=dict)  # GGUF's name of the second half of a tensor's rows
     interleaved: tuple[str, ...] = ()  # AttentionSpec.interleaved
+    in_llama_cpp: bool = True
     windows_in_llama_cpp: bool = False
     layers_of_70b: int = 0  # so many layers make llama.cpp's quantiser take a model for one of 70B parameters
 

@@ -1,4 +1,5 @@
-"""LFM2: a short convolution in place of attention in most layers, and names of its own."""
+"""LFM2: a short convolution in place of attention in most layers, and names of its own. LFM3: windows in some of the
+other layers, a gate for each head, and norms behind each part too."""
 
 from __future__ import annotations
 
@@ -11,10 +12,30 @@ from graftune.errors import GraftuneError
 from graftune.model.families.common import Family
 from graftune.model.families.reading import Config, Getter
 from graftune.model.feed_forward.gated import GatedSpec
+from graftune.model.layer_spec import NormSpec
 from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.mixers.short_conv import ShortConvSpec
 from graftune.model.part import FeedForwardSpec, MixerSpec
 from graftune.model.spec import ModelSpec
+
+NAMES = {
+    "operator_norm": "attn_norm",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "embedding_norm": "token_embd_norm",
+}
+# What LFM3 has where its configuration leaves it out: the kinds of four layers in turn, though the first is a
+# convolution, and the ropes.
+LFM3_KINDS = ("sliding_attention", "conv", "full_attention", "conv")
+LFM3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5},
+}
 
 
 @dataclass(frozen=True)
@@ -77,6 +98,47 @@ class Lfm2(Family):
         return found | {"attention.head_count_kv": [shape.kv_heads if shape else 0 for shape in shapes]}
 
 
+@dataclass(frozen=True)
+class Lfm3(Lfm2):
+    def completed(self, config: Config) -> dict[str, Any]:
+        """With what transformers takes for each kind of layer."""
+        found = dict(self.defaults) | dict(config)
+        return found | {"rms_norm_eps": found["norm_eps"], "rope_parameters": found.get("rope_parameters") or LFM3_ROPE}
+
+    def to_folder(self, ours: str) -> str:
+        """Folders call the gate's projection by another name than transformers' module, and PEFT with it."""
+        return ours.replace("self_attn.g_proj.", "self_attn.gate_proj.")
+
+    def from_folder(self, name: str) -> str:
+        return name.replace("self_attn.gate_proj.", "self_attn.g_proj.")
+
+    def layer_norms(self, get: Getter) -> tuple[NormSpec | None, ...]:
+        found = super().layer_norms(get)
+        return found if get.config["use_sandwich_norm"] else (found[0], None, found[2], None)
+
+    def attention(self, get: Getter) -> AttentionSpec:
+        gate = "head" if get.config["use_attention_gate"] else "none"
+        return replace(Family.attention(self, get), gate=gate, gate_proj="g_proj")
+
+    def mixers(self, get: Getter) -> list[MixerSpec]:
+        attention, conv = self.attention(get), ShortConvSpec(get.whole("hidden_size"), get.whole("conv_L_cache"))
+        local = self.ropes(get, attention.head_width)[1]
+        windowed = replace(attention, window=int(get.config.get("sliding_window") or 0), rope=local)
+        kinds = {"conv": conv, "sliding_attention": windowed, "full_attention": attention}
+        usual = [LFM3_KINDS[index % 4] if index else "conv" for index in range(get.layers())]
+        return [kinds[kind] for kind in get.by_layer(get.config.get("layer_types") or usual)]
+
+    def config(self, spec: ModelSpec, where: str = "") -> dict[str, Any]:
+        shapes = [layer.mixer.attention for layer in spec.layers]
+        kinds = [shape and ("sliding_attention" if shape.window else "full_attention") for shape in shapes]
+        attention = next(layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec))
+        return super().config(spec, where) | {
+            "layer_types": [kind or "conv" for kind in kinds],
+            "use_sandwich_norm": spec.layers[0].branches[0].parts[0].out_norm is not None,
+            "use_attention_gate": attention.gate == "head",
+        }
+
+
 LFM2 = (
     Lfm2(
         "lfm2",
@@ -86,19 +148,35 @@ LFM2 = (
         final_norm="embedding_norm",
         qk_norm=True,
         keys={"conv_L_cache": "shortconv.l_cache"},
-        gguf_names={
-            "operator_norm": "attn_norm",
+        gguf_names=NAMES
+        | {
             "self_attn.out_proj": "attn_output",
             "self_attn.q_layernorm": "attn_q_norm",
             "self_attn.k_layernorm": "attn_k_norm",
-            "conv.in_proj": "shortconv.in_proj",
-            "conv.conv": "shortconv.conv",
-            "conv.out_proj": "shortconv.out_proj",
-            "ffn_norm": "ffn_norm",
-            "feed_forward.w1": "ffn_gate",
-            "feed_forward.w3": "ffn_up",
-            "feed_forward.w2": "ffn_down",
-            "embedding_norm": "token_embd_norm",
+        },
+    ),
+    Lfm3(
+        "lfm3",
+        "Lfm3ForCausalLM",
+        defaults={
+            "norm_eps": 1e-5,
+            "conv_L_cache": 7,
+            "head_dim": 128,
+            "sliding_window": 256,
+            "tie_word_embeddings": True,
+            "use_sandwich_norm": True,
+            "use_attention_gate": True,
+        },
+        norms=("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"),
+        final_norm="embedding_norm",
+        qk_norm=True,
+        local_rope=True,
+        in_llama_cpp=False,
+        gguf_names=NAMES
+        | {
+            "self_attn.g_proj": "attn_gate",
+            "post_operator_norm": "post_attention_norm",
+            "post_ffn_norm": "post_ffw_norm",
         },
     ),
 )

@@ -20,7 +20,7 @@ from graftune.model.rotary import RopeScaling, RopeSpec, inverse_frequencies, ya
 WIDEST_HEAD = 1 << 14
 DIVISORS, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 GGUF_TENSORS = (DIVISORS, SHORT, LONG)
-KINDS = ("linear", "llama3", "yarn", "longrope")
+KINDS = ("linear", "llama3", "yarn", "longrope", "proportional")
 
 
 def read_ropes(config: Config, head_width: int, where: str, *, partial: bool, local: bool) -> tuple[RopeSpec, RopeSpec]:
@@ -34,6 +34,8 @@ def read_ropes(config: Config, head_width: int, where: str, *, partial: bool, lo
     if "full_attention" in values or "sliding_attention" in values:
         own = values.get("sliding_attention") or {}
         values = dict(values.get("full_attention") or {})
+        if values.get("partial_rotary_factor", 1) != 1 and values.get("rope_type") != "proportional":
+            raise GraftuneError("rotates only a part of each head", where=where, fix="this variant is not supported")
         if (own.get("rope_type") or "default") != "default":
             raise GraftuneError("scales the rope of its windows", where=where, fix="this variant is not supported")
     theta = float(values.get("rope_theta") or config.get("rope_theta") or 10_000.0)
@@ -72,6 +74,7 @@ def _scaling(values: Config, config: Config, where: str) -> RopeScaling:
         mscale=float(values.get("mscale") or 0.0),
         mscale_all_dim=float(values.get("mscale_all_dim") or 0.0),
         truncate=bool(values.get("truncate", True)),
+        share=float(values.get("partial_rotary_factor") or 1.0) if kind == "proportional" else 1.0,
         short=tuple(float(f) for f in values.get("short_factor") or ()),
         long=tuple(float(f) for f in values.get("long_factor") or ()),
         divisors=divisors,
@@ -97,6 +100,8 @@ def written_scaling(rope: RopeSpec, where: str) -> dict[str, Any] | None:
         values |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
     if scaling.kind == "yarn":
         values |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "attention_factor": attention}
+    if scaling.kind == "proportional":
+        return values | {"partial_rotary_factor": scaling.share}
     if scaling.kind != "linear":
         values["original_max_position_embeddings"] = scaling.original_length
     return values
