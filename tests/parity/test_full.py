@@ -141,7 +141,23 @@ def test_five_steps_are_torchs_adamw(variant: str, tiny_folder: Folder) -> None:
 
 
 @pairwise(
-    ("variant", ["qwen2", "qwen3", "gemma3", "gemma2", "phi3-long", "granite", "smollm3", "olmo3", "lfm2", "qwen3_5"]),
+    (
+        "variant",
+        [
+            "qwen2",
+            "qwen3",
+            "gemma3",
+            "gemma2",
+            "phi3-long",
+            "granite",
+            "smollm3",
+            "olmo3",
+            "lfm2",
+            "qwen3_5",
+            "glm4",
+            "granitemoehybrid",
+        ],
+    ),
     ("method", ["lora", "full"]),
     ("policy", ["selective", "full"]),
 )

@@ -54,7 +54,7 @@ def test_gradients_with_other_targets(lora, tiny_folder):
 
 
 @pytest.mark.parametrize(
-    "variant", ["qwen3", "gemma3", "gemma2", "phi3", "olmo2", "lfm2", "qwen3_5", "hunyuan_v1_dense"]
+    "variant", ["qwen3", "gemma3", "gemma2", "phi3", "olmo2", "lfm2", "qwen3_5", "hunyuan_v1_dense", "glm4"]
 )
 def test_gradients_of_norms(variant, tiny_folder):
     check_gradients(variant, LoraConfig(rank=4, alpha=10.0, train_norms=True), ("fp32",), tiny_folder)

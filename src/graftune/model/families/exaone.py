@@ -18,6 +18,14 @@ WINDOWED_LAYERS = 64  # llama.cpp gives windows to models with so many layers, a
 
 @dataclass(frozen=True)
 class Exaone4(Family):
+    def completed(self, config: Config) -> dict[str, Any]:
+        """With the number of layers that a pattern such as LLLG (three local, one global) spans."""
+        found = super().completed(config)
+        pattern = found.get("sliding_window_pattern")
+        if isinstance(pattern, str) and pattern == "L" * (len(pattern) - 1) + "G":
+            found["sliding_window_pattern"] = len(pattern)
+        return found
+
     def mixers(self, get: Getter) -> list[MixerSpec]:
         found = super().mixers(get)
         if not get.config.get("sliding_window"):
