@@ -33,6 +33,7 @@ from graftune.weights.base import Base
 from graftune.weights.synthetic import STD, random_base
 
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 HYPER = {"lr": 2e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "clip": 1.0}
 BATCHES = 4  # distinct batches, taken in turn
 POLICIES = ("none", "selective", "full", "offload")
@@ -56,6 +57,12 @@ class Shape:
     head: int = 0  # width of a head; 0: width / heads
     experts: int = 0  # of each layer, `ffn` being the width of one; 0: a dense model
     chosen: int = 0  # experts for each token
+    delta: tuple[int, int] = (0, 0)  # key and value heads of 128, in three layers of four; zeros: attention in all
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Every projection that adapters may be on."""
+        return SEVEN + (DELTA if self.delta[0] else ())
 
     @property
     def head_width(self) -> int:
@@ -67,6 +74,8 @@ class Shape:
 
     @property
     def parameters(self) -> int:
+        if self.delta[0]:
+            return from_config(self.settings, self.name).parameters
         attention = (self.qkv + self.heads * self.head_width) * self.width
         block = attention + 3 * max(1, self.experts) * self.ffn * self.width
         return self.layers * block + self.vocab * self.width * (1 if self.tied else 2)
@@ -92,7 +101,7 @@ class Shape:
             "bos_token_id": 0,
             "eos_token_id": 1,
             "pad_token_id": 2,
-        } | (self._mixture if self.experts else {})
+        } | (self._mixture if self.experts else self._hybrid if self.delta[0] else {})
 
     @property
     def _mixture(self) -> dict[str, Any]:
@@ -105,6 +114,18 @@ class Shape:
             "norm_topk_prob": True,
         }
 
+    @property
+    def _hybrid(self) -> dict[str, Any]:
+        rope = {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25}
+        return {
+            "architectures": ["Qwen3_5ForCausalLM"],
+            "model_type": "qwen3_5_text",
+            "rope_theta": 10_000_000.0,
+            "rope_parameters": rope | {"mrope_section": [11, 11, 10], "mrope_interleaved": True},
+            "linear_num_key_heads": self.delta[0],
+            "linear_num_value_heads": self.delta[1],
+        }
+
 
 SHAPES = {
     shape.name: shape
@@ -113,10 +134,12 @@ SHAPES = {
         Shape("1b", 2048, 8192, 16, 32, 8, 128256, tied=True),
         Shape("1.5b", 1536, 8960, 28, 12, 2, 151936, tied=True),
         Shape("8b", 4096, 14336, 32, 32, 8, 128256, tied=False),
+        Shape("9b", 4096, 12288, 32, 16, 4, 248320, tied=False, head=256, delta=(16, 32)),  # Qwen3.5-9B's
         Shape("30ba3b", 2048, 768, 48, 32, 4, 151936, tied=False, head=128, experts=128, chosen=8),
         Shape("70b", 8192, 28672, 80, 64, 8, 128256, tied=False),
         Shape("405b", 16384, 53248, 126, 128, 8, 128256, tied=False),
         Shape("tiny", 64, 96, 2, 4, 2, 300, tied=True),  # for the tests
+        Shape("tinydelta", 64, 96, 4, 4, 2, 300, tied=False, head=32, delta=(1, 2)),
     )
 }
 
@@ -179,7 +202,7 @@ class Case:
         if self.base == "bf16" and device.type != "cuda":
             values["base_dtype"] = "auto"
         if self.method == "lora":
-            targets = "all_linear" if self.targets == SEVEN else self.targets
+            targets = "all_linear" if self.targets == self.shape.targets else self.targets
             values |= {"rank": self.rank, "alpha": self.alpha, "targets": targets}
         return Config.of(values | more)
 
@@ -188,7 +211,7 @@ def parse(name: str) -> Case:
     parts = name.split("-")
     if parts[0] not in SHAPES:
         raise ValueError(f"case {name!r}: unknown shape {parts[0]!r}; known are {', '.join(SHAPES)}")
-    case = Case(name, SHAPES[parts[0]], 0, 0)
+    case = Case(name, SHAPES[parts[0]], 0, 0, targets=SHAPES[parts[0]].targets)
     for part in parts[1:]:
         if found := re.fullmatch(r"(\d+)x(\d+)(?:x(\d+))?", part):
             case = replace(case, rows=int(found[1]), length=int(found[2]), micro=int(found[3] or 1))

@@ -22,6 +22,7 @@ from benchmarks.cases import BLOCKS, Case
 from graftune.kernels.nf4 import VALUE_BYTES
 from graftune.model.families import from_config
 from graftune.step.floor import SUSTAIN_S, Op, Work, layers_of, measured, plan, size_of
+from graftune.step.flops import STATE_OPERATIONS
 
 
 def work_of(case: Case) -> Work:
@@ -41,7 +42,8 @@ def work_of(case: Case) -> Work:
 
 def flops(work: Work, ops: Sequence[Op]) -> float:
     """Of one micro-batch. Causal attention counts half its square: two products forward, five backward."""
-    total, pairs = 0.0, sum(length**2 for length in work.lengths) / 2
+    pairs = sum(length**2 for length in work.lengths) / 2
+    total = float(STATE_OPERATIONS * work.tokens * sum(layer.state_values for layer in work.layers))
     for op in ops:
         if op.name and op.kind != "unpack":
             total += 2.0 * op.rows * math.prod(size_of(work, op))

@@ -32,6 +32,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.cases import BATCHES, HYPER, PEERS, Case, Shape, labels, tokens
 from benchmarks.measure import Runner
 
+from graftune.model.families import from_config
+from graftune.weights import names
+from graftune.weights.base import tensor_shapes
+
 SHARD = 4 << 30  # bytes of weights in one file
 
 
@@ -174,9 +178,9 @@ def random_llama(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
     """Made without storage and filled on the device: transformers' own initialisation of 8B takes minutes."""
     import transformers
 
-    config = transformers.LlamaConfig(**_settings(shape), attn_implementation="sdpa")
+    config = transformers.AutoConfig.for_model(shape.settings["model_type"], **_settings(shape))
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).to(dtype)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype)
     model = model.to_empty(device=device)
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     model.tie_weights()
@@ -222,7 +226,7 @@ def _fill(parameter: torch.Tensor) -> None:
 def _settings(shape: Shape) -> dict[str, Any]:
     """As transformers' constructor takes them."""
     found = {k: v for k, v in shape.settings.items() if k not in ("architectures", "model_type", "rope_theta")}
-    return found | {"rope_parameters": {"rope_type": "default", "rope_theta": shape.settings["rope_theta"]}}
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": shape.settings["rope_theta"]}} | found
 
 
 def write_folder(shape: Shape, folder: Path, device: torch.device) -> None:
@@ -292,25 +296,7 @@ def write_folder(shape: Shape, folder: Path, device: torch.device) -> None:
 
 def _tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
     """Hugging Face's names and sizes of every weight."""
-    query, key = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
-    sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab, shape.width)}
-    for layer in range(shape.layers):
-        for name, size in {
-            "input_layernorm": (shape.width,),
-            "self_attn.q_proj": (query, shape.width),
-            "self_attn.k_proj": (key, shape.width),
-            "self_attn.v_proj": (key, shape.width),
-            "self_attn.o_proj": (shape.width, query),
-            "post_attention_layernorm": (shape.width,),
-            "mlp.gate_proj": (shape.ffn, shape.width),
-            "mlp.up_proj": (shape.ffn, shape.width),
-            "mlp.down_proj": (shape.width, shape.ffn),
-        }.items():
-            sizes[f"model.layers.{layer}.{name}.weight"] = size
-    sizes["model.norm.weight"] = (shape.width,)
-    if not shape.tied:
-        sizes["lm_head.weight"] = (shape.vocab, shape.width)
-    return sizes
+    return {names.to_hf(name): size for name, size in tensor_shapes(from_config(shape.settings, shape.name))}
 
 
 if __name__ == "__main__":

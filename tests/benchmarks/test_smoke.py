@@ -40,7 +40,7 @@ def test_cases_are_what_they_say() -> None:
     assert cases.parse("8b-shard-4x2048").where == "shard"
     assert cases.parse("350m-full-4x512").method == "full" and cases.parse("350m-4x512-full").recompute == "full"
     assert 8.0e9 < cases.SHAPES["8b"].parameters < 8.1e9
-    for name in ("9b-1x8", "8b", "8b-odd-1x8", "8b-nf4-full-1x8"):
+    for name in ("7b-1x8", "8b", "8b-odd-1x8", "8b-nf4-full-1x8"):
         with pytest.raises(ValueError, match=name.split("-")[0]):
             cases.parse(name)
     every = {*step.DEFAULT, *plan.DEFAULT, *(n for a in cases.SWEEPS for c in cases.sweep(a).values() for _, n in c)}
@@ -115,6 +115,18 @@ def test_the_floor_counts_every_product_once() -> None:
     assert flops(work, floor.plan(work)) == pytest.approx(wanted, rel=1e-3)
     packed = floor.plan(work_of(cases.parse("8b-nf4-1x2")))
     assert sum(op.kind == "unpack" for op in packed) == 2 * 4 * shape.layers, "once a pass and weight"
+
+
+def test_the_delta_rule_is_in_the_floor() -> None:
+    """Qwen3.5-9B's shape at 4x2048: its 24 delta nets take what is published for one, and it has the model's sizes."""
+    case = cases.parse("9b-4x2048")
+    work = work_of(case)
+    assert work.delta_ms == pytest.approx(24 * 1.43) and work_of(cases.parse("9b-1x2048")).delta_ms == work.delta_ms / 4
+    assert case.shape.parameters == pytest.approx(8.95e9, rel=0.01)
+    assert len({layer.heads for layer in work.layers}) == 2 and work.layers[3].heads == floor.Heads(16, 4, 256)
+    small = work_of(cases.parse("tinydelta-2x16"))
+    ms, note = floor.measured(small, CPU, steps=1, sustain=0.0)
+    assert ms > small.delta_ms > 0 and "added for the delta rule" in note
 
 
 @pytest.mark.parametrize("name", ["tiny-fp8-2x16", "tiny-nf4-2x16"])

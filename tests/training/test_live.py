@@ -184,22 +184,28 @@ def test_a_profile_that_differs_from_plain_steps_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("experts", "recompute", "says"),
+    ("spec", "recompute", "says"),
     [
-        (0, "none", "not measured (graftune profile RUN)"),
-        (8, "none", "none (experts)"),
-        (0, "full", "none (recompute)"),
+        ({}, "none", "not measured (graftune profile RUN)"),
+        ({"experts": 8}, "none", "none (experts)"),
+        ({}, "full", "none (recompute)"),
+        ({"recurrent": True}, "none", "none (delta nets)"),
     ],
 )
 def test_the_line_says_why_there_is_no_floor(
-    monkeypatch: pytest.MonkeyPatch, experts: int, recompute: str, says: str
+    monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any], recompute: str, says: str
 ) -> None:
     monkeypatch.setattr(reporter.StepFlops, "of", lambda *about, **more: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GH200 480GB")
+    shape = SimpleNamespace(**{"experts": 0, "recurrent": False} | spec)
     session: Any = SimpleNamespace(
-        config=Config.of({"recompute": recompute}), base=SimpleNamespace(spec=SimpleNamespace(experts=experts)),
+        config=Config.of({"recompute": recompute}), base=SimpleNamespace(spec=shape),
         runtime=SimpleNamespace(device=SimpleNamespace(type="cuda")), pipeline=None,
     )  # fmt: skip
     assert reporter.live_speed(session, [], None).without_floor == f"floor: {says}"
+    if spec.get("recurrent"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+        assert not floors.lacks(session)
 
 
 def test_a_short_captured_step_is_profiled_in_turns_with_steps_between(tmp_path: Path, monkeypatch) -> None:

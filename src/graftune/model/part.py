@@ -120,6 +120,11 @@ class PartSpec:
         return None
 
     @property
+    def state_values(self) -> int:
+        """Values of the state that a recurrent part updates with every token; 0: it has none."""
+        return 0
+
+    @property
     def expert_counts(self) -> tuple[int, int]:
         """The number of experts, and how many of them are chosen for a token; zeros: the part is dense."""
         return 0, 0

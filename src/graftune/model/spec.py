@@ -82,6 +82,11 @@ class ModelSpec:
         return self.expert_counts[0]
 
     @property
+    def recurrent(self) -> bool:
+        """Whether some layers have a state in place of attention."""
+        return any(part.state_values for kind in self.kinds for part in kind.parts)
+
+    @property
     def projections(self) -> tuple[str, ...]:
         """The paths, behind `layers.N.`, of all that adapters may be attached to."""
         return tuple(dict.fromkeys(name for kind in self.kinds for name in kind.projections))

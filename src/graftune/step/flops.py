@@ -10,6 +10,8 @@ import numpy as np
 
 from graftune.model.spec import LayerSpec, ModelSpec
 
+STATE_OPERATIONS = 3 * 3 * 2  # of each value of a delta net's state, for one token
+
 
 @dataclass(frozen=True)
 class StepFlops:
@@ -31,8 +33,10 @@ class StepFlops:
 
 
 def _layer(kind: LayerSpec, passes: int, pairs: float) -> float:
-    """Operations of a layer for one token. Attention has two products forward and five backward."""
+    """Operations of a layer for one token. Attention has two products forward and five backward. A delta rule reads its
+    state twice and writes it once, and twice as often in the backward."""
     total = 2.0 * passes * sum(part.active_values for part in kind.parts)
+    total += sum(STATE_OPERATIONS * part.state_values for part in kind.parts)
     for shape in (part.attention for part in kind.parts):
         if shape is not None:
             seen = min(pairs, shape.window) if shape.window else pairs

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,16 +26,26 @@ def lacks(parts: Parts) -> str:
     """Why there is no floor for these steps; empty: there is one."""
     if parts.runtime.device.type != "cuda":
         return "the floor is measured on CUDA devices"
-    if parts.base.spec.experts:
-        return "there is no floor for a mixture of experts: which experts compute depends on the data"
-    if parts.config.train.recompute != "none":
-        return f"there is no floor for recompute {parts.config.train.recompute}: what is made again is not in it"
-    return ""
+    return _reason(parts)[1]
 
 
 def lacks_briefly(parts: Parts) -> str:
     """The same in a few words, for the progress line of a run on CUDA."""
-    return lacks(parts) and ("none (experts)" if parts.base.spec.experts else "none (recompute)")
+    return f"none ({_reason(parts)[0]})" if lacks(parts) else ""
+
+
+def _reason(parts: Parts) -> tuple[str, str]:
+    """In a word, and in a sentence."""
+    from graftune.step.floor import DELTA_CARD
+
+    spec, recompute = parts.base.spec, parts.config.train.recompute
+    if spec.experts:
+        return "experts", "there is no floor for a mixture of experts: which experts compute depends on the data"
+    if spec.recurrent and not re.search(DELTA_CARD, torch.cuda.get_device_name(parts.runtime.device)):
+        return "delta nets", "there is no floor for delta nets on this card: the delta rule's is known for an H200 only"
+    if recompute != "none":
+        return "recompute", f"there is no floor for recompute {recompute}: what is made again is not in it"
+    return "", ""
 
 
 def key_of(parts: Parts, shape: Capacities) -> str:

@@ -94,6 +94,10 @@ class GatedDeltaSpec(MixerSpec):
         return ("out_proj",)
 
     @property
+    def state_values(self) -> int:
+        return self.heads.values * self.heads.key_width
+
+    @property
     def log_decays(self) -> tuple[str, ...]:
         return (DECAY,)
 
@@ -151,7 +155,7 @@ class GatedDeltaSpec(MixerSpec):
 
     def cache_bytes(self, dtype: torch.dtype) -> CacheBytes:
         columns = (self.taps - 1) * self.heads.convolved * dtype.itemsize
-        return CacheBytes(columns + 4 * self.heads.values * self.heads.key_width, 0)
+        return CacheBytes(columns + 4 * self.state_values, 0)
 
 
 class GatedDeltaSaved(NamedTuple):
