@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -88,8 +89,9 @@ def trained(folder: Path, out: Path, **settings: Any) -> Path:
     return run.save(out)
 
 
-@pytest.mark.parametrize("variant", VISION)
-@pytest.mark.parametrize("shard", ["1GB", "20KB"])
+@pytest.mark.parametrize(
+    ("variant", "shard"), [*((variant, "1GB") for variant in VISION), ("qwen3_vl", "20KB"), ("gemma3-vision", "20KB")]
+)
 def test_a_merged_folder_has_every_tensor_of_its_base(variant: str, shard: str, tmp_path: Path) -> None:
     folder = make_folder(variant, tmp_path / "model", shard)
     assert (len(weight_files(folder)) > 3) == (shard == "20KB")
@@ -205,8 +207,6 @@ def text_class(variant: str) -> Any:
 
 def with_peft(model: Any, adapter: Path) -> Any:
     """The model with the adapter, which PEFT loads without a missing or unexpected key."""
-    import peft
-
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*(missing|unexpected).*")
         wrapped = peft.PeftModel.from_pretrained(model, adapter)
@@ -218,8 +218,10 @@ def with_peft(model: Any, adapter: Path) -> Any:
     return wrapped.eval()
 
 
-@pytest.mark.parametrize("settings", [{}, {"targets": "qv", "train_norms": True}], ids=["all", "norms"])
-@pytest.mark.parametrize("variant", VISION)
+@pytest.mark.parametrize(
+    ("variant", "settings"),
+    [*((variant, {}) for variant in VISION), ("gemma3-vision", {"targets": "qv", "train_norms": True})],
+)
 def test_peft_loads_adapters_into_both_classes(variant: str, settings: Any, tmp_path: Path) -> None:
     folder, documents = make_folder(variant, tmp_path / "model"), [[5, 80, 7, 99, 130], [40, 41]]
     own = trained(folder, tmp_path / "adapter", **settings)
@@ -245,6 +247,9 @@ def test_peft_loads_adapters_into_both_classes(variant: str, settings: Any, tmp_
             wrapped = with_peft(model, paths[naming])
             got = torch.cat([wrapped(torch.tensor([d])).logits[0] for d in documents])
         assert (got - want).abs().max() < 1e-4 and (before - want).abs().max() > 1e-2, naming
+        other = paths["text" if naming == "multimodal" else "multimodal"]
+        with pytest.raises(ValueError, match="not found in the base model"):  # and not: without effect
+            peft.PeftModel.from_pretrained(wrapped.unload(), other)
     with pytest.raises(GraftuneError, match="adapter_names is text and the format is merged"):
         export(str(own), "merged", adapter_names="text")
 

@@ -156,14 +156,15 @@ def write_adapter(
 def _peft_config(
     lora: LoraConfig, base: Base, facts: Mapping[str, Any], whole: list[str], scheme: NamingScheme
 ) -> dict[str, Any]:
-    """PEFT takes every module whose name ends in one of these names. Beside a vision tower, which may have the same,
-    modules are therefore named with their whole paths. `whole`: the modules that were trained whole."""
+    """PEFT takes every module whose name ends in one of these names. Where there is a vision tower, which may have the
+    same, modules are therefore named with their whole paths, and PEFT raises an error in a class that has other
+    paths. `whole`: the modules that were trained whole."""
     spec, targets = base.spec, targets_of(base.spec, lora)
     of_experts = experts.target_parameters(targets) if spec.experts else []
     matrices = [path for path in targets if not _is_experts(spec, path)]
     target_modules = list(target_names(spec, matrices))
     modules_to_save = sorted({name.rpartition(".")[2] for name in whole})
-    if scheme is names.MULTIMODAL:
+    if _has_paths(base, scheme):
         layers = enumerate(spec.layers)
         found = [f"layers.{index}.{path}" for index, kind in layers for path in kind.projections if path in matrices]
         target_modules, modules_to_save = ([scheme.of(f"{n}.").removesuffix(".") for n in ns] for ns in (found, whole))
@@ -187,6 +188,11 @@ def _peft_config(
     }
 
 
+def _has_paths(base: Base, scheme: NamingScheme) -> bool:
+    """Whether the configuration names modules with their whole paths."""
+    return base.multimodal or scheme is names.MULTIMODAL
+
+
 def _is_experts(spec: ModelSpec, path: str) -> bool:
     parts = [part for kind in spec.kinds for part in kind.parts if path in map(part.path, part.projections)]
     return any(part.expert_counts[0] for part in parts)
@@ -195,7 +201,7 @@ def _is_experts(spec: ModelSpec, path: str) -> bool:
 def _own_facts(lora: LoraConfig, base: Base, facts: Mapping[str, Any], scheme: NamingScheme) -> dict[str, Any]:
     """What PEFT's configuration has no field for, and the targets where it has the path of every module."""
     targets = list(target_names(base.spec, targets_of(base.spec, lora)))
-    return ({"targets": targets} if scheme is names.MULTIMODAL else {}) | {
+    return ({"targets": targets} if _has_paths(base, scheme) else {}) | {
         "base_kind": base.kind,
         "base_name": base.name,
         "base_sha256": base.sha256,
