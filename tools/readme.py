@@ -53,6 +53,7 @@ MODELS = {
     "mistral": "Mistral Nemo, Codestral, OpenHermes 2.5, Zephyr",
     "qwen2": "Qwen 2.5, QwQ, DeepSeek-R1-Distill-Qwen",
     "qwen3": "DeepSeek-R1-0528-Qwen3",
+    "qwen3_5": "Qwen 3.6, Qwen 3.8 (dense)",
     "phi3": "Phi 3.5 mini, Phi 4, Phi 4 mini",
     "gemma": "CodeGemma",
     "glm4": "GLM-4-0414, GLM-Z1-0414",

@@ -1,6 +1,6 @@
 """The families that differ from Llama on the GPU: soft caps, windows in some layers, norms around and behind, rope in
-parts of heads and in some layers only, fused projections, short convolutions. Gradients equal the CPU's, the captured
-step is the eager one bit for bit, and nothing waits. The models are made here, from torch alone."""
+parts of heads and in some layers only, fused projections, short convolutions, delta nets. Gradients equal the CPU's,
+the captured step is the eager one bit for bit, and nothing waits. The models are made here, from torch alone."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_nothing_waits_and_nothing_is_captured_again(variant):
     )
 
 
-@pytest.mark.parametrize("variant", ["gemma2", "phi3", "olmo3", "options"])
+@pytest.mark.parametrize("variant", ["gemma2", "phi3", "olmo3", "options", "qwen3_5"])
 def test_a_quantised_base_trains_captured(variant):
     losses = []
     for base_dtype in ("bf16", "nf4"):
@@ -99,3 +99,25 @@ def test_a_quantised_base_trains_captured(variant):
         losses.append([f.loss for f in loop.finished(wait=True)])
         assert loop.captures == 1 and losses[-1][-1] < losses[-1][0]
     assert losses[0] != losses[1]
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+def test_a_delta_net_over_the_blocks_of_a_gguf(kind):
+    """In the order of heads that a GGUF has: gradients equal the CPU's, and the step is captured."""
+    base = quantised.gguf_base(kind, quantised.delta_spec())
+    batch = pack(examples(1, 20, 60, 5), **SHAPE)
+    found = []
+    for device, backend in (("cuda", "triton"), ("cpu", "cpu")):
+        ours = quantised.placed(base, LORA, "keep", device)
+        step = Step(ours.decoder, ours.arena, attention_backend=backend, longest=SHAPE["longest"])
+        step.micro_step(batch.to(torch.device(device)))
+        found.append({n: ours.arena.view(n, ours.arena.grads).cpu() for n in ours.arena.slots})
+    for name, grad in found[1].items():
+        assert (found[0][name] - grad).norm() <= 1e-3 * grad.norm(), name
+    ours = quantised.placed(base, LORA, "keep", "cuda", torch.bfloat16)
+    backend = attention_for(base, resolve("cuda", "bf16"), SHAPE["longest"]).backend
+    loop = DevicePipeline(Step(ours.decoder, ours.arena, attention_backend=backend, longest=SHAPE["longest"]), True)
+    for _ in range(12):
+        run(loop, [examples(0, 40, 60)], lr=5e-3)
+    losses = [f.loss for f in loop.finished(wait=True)]
+    assert loop.captures == 1 and losses[-1] < losses[0]

@@ -48,7 +48,7 @@ def check(base: Base, lora: LoraConfig, base_dtype: str) -> oracle.Ours:
 
 
 @pairwise(
-    ("variant", ["llama-untied", "llama", "lfm2", "gemma2"]),
+    ("variant", ["llama-untied", "llama", "lfm2", "gemma2", "qwen3_5"]),
     ("base_dtype", ["fp32", "bf16", "nf4"]),
     ("augmented", [False, True]),
 )

@@ -35,6 +35,14 @@ def spec(width: int = 64, *, layers: int = 2, tied: bool = False, **more: Any) -
     return specs.made(layers=layers, width=width, tied=tied, **values | more)
 
 
+def delta_spec() -> ModelSpec:
+    """A gated delta net and attention, with heads in the order of a GGUF."""
+    heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 16}
+    widths = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "norm_eps": 1e-3}
+    made = spec(256, family="qwen3_5", full_attention_interval=2, **heads, **widths)
+    return specs.edited(made, tiled=True)
+
+
 @dataclass(frozen=True)
 class Blocks:
     """GGUF blocks as a row source, read by our own reference (tests/parity has it judged by the gguf package)."""
@@ -98,6 +106,10 @@ def gguf_base(kind: str, shape: ModelSpec, table: str = "Q8_0", mixed: str = "")
         for projection, sizes in own.projections.items():
             of = mixed if mixed and projection == "self_attn.v_proj" else kind
             put(f"layers.{layer}.{projection}.weight", *sizes, of, std)
+        for part in own.parts:
+            for name, size in part.tensors.items():
+                drawn = torch.Generator().manual_seed(layer + len(name))
+                tensors[f"layers.{layer}.{part.module}.{name}"] = TensorRows(torch.randn(size, generator=drawn))
     for _, name, width in norm_names(shape):
         tensors[name] = TensorRows(torch.rand(width, generator=torch.Generator().manual_seed(len(name))) + 0.5)
     return Base("blocks", Path("blocks"), "gguf", shape, cast(Tokenizer, None), tensors)
