@@ -44,9 +44,8 @@ def ours(run: Session, tokens: list[int] = DOCUMENT, adapted: bool = True) -> to
 
 def in_transformers(folder: Path, tokens: list[int] = DOCUMENT, adapter: Path | None = None) -> torch.Tensor:
     import peft
-    import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = tiny.load_hf(folder)
     if adapter is not None:
         model = peft.PeftModel.from_pretrained(model, str(adapter))
     with torch.no_grad():

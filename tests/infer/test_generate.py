@@ -92,7 +92,7 @@ def test_mixers_say_what_their_cache_takes(family: str, dtype: torch.dtype) -> N
     cache = Cache(spec, [3, 5], 11, torch.device("cpu"), dtype)
     taken = sum(held.nbytes for layer in cache.layers for held in vars(layer).values())
     size = CacheSize.of(spec, dtype)
-    assert taken == size.bytes(2, 11) and (size.per_sequence > 0) == (family in ("lfm2", "qwen3_5"))
+    assert taken == size.bytes(2, 11) and (size.per_sequence > 0) == (family in ("lfm2", "lfm3", "qwen3_5"))
 
 
 def without_cache(

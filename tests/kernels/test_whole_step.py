@@ -20,6 +20,7 @@ from tests.support import oracle
         ("phi3-long", LoraConfig(rank=25, alpha=10.0), 0.2, "selective"),
         ("olmo3-short", LoraConfig(rank=4, alpha=8.0, train_norms=True), 0.0, "none"),
         ("lfm2-short", LoraConfig(rank=2, alpha=8.0, train_norms=True), 0.2, "full"),
+        ("lfm3-short", LoraConfig(rank=4, alpha=8.0, train_norms=True), 0.0, "selective"),
         ("qwen3_5-short", LoraConfig(rank=4, alpha=8.0, train_norms=True), 0.0, "selective"),
     ],
 )
