@@ -154,6 +154,7 @@ def compute_seconds(model: Model, recompute: str = "") -> float:
     return scaled * (recomputed if case.recompute == "full" else 1.0)
 
 
+@functools.cache
 def held_bytes(model: Model, ranks: int) -> float:
     """On each of so many GPUs that hold a base together: its share, three buffers, adapters with gradients and moments,
     and what the 8B was measured to hold beside those, in proportion to layers and width."""

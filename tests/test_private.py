@@ -29,10 +29,10 @@ def test_a_missing_name_ends_in_a_sentence(name: str, monkeypatch: pytest.Monkey
         private.find(name)
 
 
-def private_uses(source: str, own: set[str]) -> list[str]:
+def private_uses(source: str | ast.Module, own: set[str]) -> list[str]:
     """Names that a module takes from another project although they begin with an underscore."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(source if isinstance(source, ast.Module) else ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and not str(node.module).startswith(("graftune", "__future__")):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             found += [name for name in names if any(part.startswith("_") for part in name.split("."))]
@@ -46,16 +46,16 @@ def private_uses(source: str, own: set[str]) -> list[str]:
     return found
 
 
-def own_names(source: str) -> set[str]:
+def own_names(tree: ast.Module) -> set[str]:
     """What a module defines: functions, classes, variables and attributes."""
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = list(ast.walk(tree))
     found = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     found |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     return found | {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
 
 
 def test_nobody_else_reaches_for_one() -> None:
-    sources = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py")}
+    sources = {path.relative_to(ROOT): ast.parse(path.read_text(encoding="utf-8")) for path in ROOT.rglob("*.py")}
     own = set().union(*(own_names(source) for source in sources.values()))
     elsewhere = {p: s for p, s in sources.items() if p.name != "private.py"}
     found = [f"{path}: {use}" for path, source in elsewhere.items() for use in private_uses(source, own)]

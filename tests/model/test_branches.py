@@ -35,6 +35,7 @@ from graftune.weights.placement import Placement
 from graftune.weights.synthetic import random_base
 from tests.support.generate import generate
 from tests.support.oracle import Ours
+from tests.support.pairwise import pairwise
 
 CPU = torch.device("cpu")
 VOCAB, WIDTH, HEADS, HEAD, FFN, INNER, EPS = 40, 24, 2, 8, 20, 6, 1e-5
@@ -260,9 +261,11 @@ def close(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
     assert float((found - wanted).norm()) <= 2e-5 * float(wanted.norm()) + 1e-6, what
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("trained", ["adapters", "adapters and norms", "all weights"])
-@pytest.mark.parametrize("kind", LAYERS)
+@pairwise(
+    ("kind", LAYERS),
+    ("trained", ["adapters", "adapters and norms", "all weights"]),
+    ("recompute", ["none", "selective", "full"]),
+)
 def test_outputs_and_gradients_are_autograds(kind: str, trained: str, recompute: str) -> None:
     lora = LoraConfig(rank=3, alpha=6.0, targets=("all_linear",), train_norms=trained == "adapters and norms")
     made = toy((LAYERS[kind], LAYERS["two branches"], LAYERS[kind]), lora, full=trained == "all weights")
