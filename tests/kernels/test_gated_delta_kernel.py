@@ -190,6 +190,16 @@ def test_documents_do_not_see_each_other(both, device):
     assert off(final4[0], final[0]) < 1e-5
 
 
+def test_a_strong_decay_stays_finite(both, device):
+    """G falls below -1000 in a chunk: exp(G_i - G_j) of pairs that are not used would be infinite."""
+    case = Case((70,))
+    x = inputs(case, device=device)
+    x = x._replace(decay=x.decay * 60 - 15)
+    want, _ = by_token(case, Inputs(*(y.double() for y in x)))
+    out, _, grads = run(case, x)
+    assert off(out, want) < 1e-5 and all(grad.isfinite().all() for grad in grads)
+
+
 CLOSE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
