@@ -275,4 +275,15 @@ def test_a_rehearsal_launches_every_kernel():
         saved, _ = gated_delta.forward(q, q, v, decay, decay, docs, SCALE, v)
         gated_delta.backward(v, q, q, v, decay, decay, docs, SCALE, saved, (q, q, v), decay, decay)
     assert docs.prepared["delta bounds"].shape == (4096 // 64 + 8, 3)
-    assert launched == ["solve", "factors", "scan", "output", "factors", "scan", "local", "scan_back", "grads"]
+    assert launched == [
+        "solve",
+        "factors",
+        "scan",
+        "output",
+        "factors",
+        "scan",
+        "local",
+        "scan_back",
+        "grad_queries",
+        "grad_keys",
+    ]

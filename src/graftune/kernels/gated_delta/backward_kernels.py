@@ -1,9 +1,12 @@
 """The kernels of the delta rule's backward; kernel.py launches them, reference.py has the formulas.
 
 dW is complete only when the scan has passed a chunk: `local` writes the part from the outputs of the same chunk,
-`scan_back` adds the part from later chunks. The last kernel has one program for all value heads of a key head, which
-adds up their gradients of q and k in a fixed order. It needs no product of q and k or of k and k: the gradients of the
-decay are sums over rows of tiles that it holds anyway.
+`scan_back` adds the part from later chunks. The last two kernels have one program for all value heads of a key head,
+which adds up their gradients of q and k in a fixed order. They need no product of q and k or of k and k: the gradients
+of the decay are sums over rows of tiles that they hold anyway. In one kernel their tiles would not fit the registers.
+
+No result of a product is transposed in registers: Triton 3.4 to 3.7.0 compiles a product of such a tile wrongly on
+Hopper. Where a product and its transpose are needed, both are computed.
 
 Legend as in forward_kernels.py.
 """
@@ -28,6 +31,19 @@ from graftune.kernels.gated_delta.forward_kernels import (
 )
 
 
+@triton.jit
+def _zeros(C: tl.constexpr):
+    return tl.zeros([C, C], tl.float32)
+
+
+@triton.jit
+def _decay_by(total, live, C: tl.constexpr):
+    """[j, i]: the decay from token j to token i >= j, else zero."""
+    at = tl.arange(0, C)
+    kept = (at[:, None] <= at[None, :]) & live[None, :]
+    return tl.where(kept, tl.exp(total[None, :] - total[:, None]), 0.0)
+
+
 @launch.kernel
 def local(
     q_ptr, k_ptr, grad_ptr, bounds_ptr, total_ptr, norms_ptr, grad_w_ptr, scale, T, K, V, q_stride, k_stride,
@@ -40,7 +56,6 @@ def local(
         return
     rows, live, _ = chunk_rows(bounds_ptr, chunk, C)
     source = key_head(head, K, GROUP, TILED)
-    at = tl.arange(0, C)
     q = load_rows(q_ptr, rows, live, q_stride, source * D, D, BD)
     k = load_rows(k_ptr, rows, live, k_stride, source * D, D, BD)
     total = tl.load(total_ptr + head * T + rows, live, other=0.0)
@@ -48,8 +63,7 @@ def local(
     k_norm = tl.load(norms_ptr + (K + source) * T + rows, live, other=0.0)
     # Row j, column i: what token i >= j reads of what token j has written.
     scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * k_norm[:, None] * q_norm[None, :]
-    kept = (at[:, None] <= at[None, :]) & live[None, :]
-    scores = tl.where(kept, scores * tl.exp(total[None, :] - total[:, None]), 0.0).to(q.dtype)
+    scores = (scores * _decay_by(total, live, C)).to(q.dtype)
     for column in range(0, E, BE):
         grad = load_rows(grad_ptr, rows, live, grad_stride, head * E + column, E - column, BE)
         grad_w = tl.dot(scores, grad, input_precision=PRECISION)
@@ -99,15 +113,54 @@ def _through_norm(grad, x, norm):
 
 
 @launch.kernel
-def grads(
-    grad_ptr, q_ptr, k_ptr, v_ptr, beta_ptr, bounds_ptr, total_ptr, norms_ptr, inverse_ptr, w_ptr, grad_w_ptr,
-    states_ptr, grad_states_ptr, grad_q_ptr, grad_k_ptr, grad_v_ptr, grad_decay_ptr, grad_beta_ptr, scale, T, K, V,
-    grad_stride, q_stride, k_stride, v_stride, grad_q_stride, grad_k_stride, grad_v_stride, D: tl.constexpr,
-    E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, GROUP: tl.constexpr, TILED: tl.constexpr,
-    PRECISION: tl.constexpr, C: tl.constexpr,
+def grad_queries(
+    grad_ptr, q_ptr, k_ptr, bounds_ptr, total_ptr, norms_ptr, w_ptr, states_ptr, grad_q_ptr, grad_decay_ptr, scale, T,
+    K, V, grad_stride, q_stride, k_stride, grad_q_stride, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, GROUP: tl.constexpr, TILED: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """For a chunk of one key head: all gradients. Here w_ptr is W [T, V, E]. q and k are loaded where they are
-    used, and sums over grad_q of one value head are differences: tiles that live longer would not fit the registers."""
+    """For a chunk of one key head: the gradient of q, and the part of the decay's gradient from the output. Here w_ptr
+    is W [T, V, E]. A sum over grad_q of one value head is a difference: that needs no tile of its own."""
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    if is_empty(bounds_ptr, chunk):
+        return
+    rows, live, _ = chunk_rows(bounds_ptr, chunk, C)
+    kind = k_ptr.dtype.element_ty
+    q_norm = tl.load(norms_ptr + head * T + rows, live, other=0.0)
+    k_norm = tl.load(norms_ptr + (K + head) * T + rows, live, other=0.0)
+    grad_q = tl.zeros([C, BD], tl.float32)
+    for member in range(GROUP):
+        own = value_head(head, member, K, GROUP, TILED)
+        total = tl.load(total_ptr + own * T + rows, live, other=0.0)
+        grown = scale * tl.exp(total)
+        q = load_rows(q_ptr, rows, live, q_stride, head * D, D, BD)
+        grad_total = -tl.sum(grad_q * q.to(tl.float32), 1)
+        read = tl.zeros([C, C], tl.float32)
+        for column in range(0, E, BE):
+            grad = load_rows(grad_ptr, rows, live, grad_stride, own * E + column, E - column, BE)
+            written = load_rows(w_ptr, rows, live, V * E, own * E + column, E - column, BE)
+            read = tl.dot(grad, tl.trans(written), read, input_precision=PRECISION)
+            place, exists = state_place(states_ptr, chunk, own, V, column, D, E, BD, BE)
+            grad = (grad.to(tl.float32) * grown[:, None]).to(kind)
+            state = tl.load(place, exists, other=0.0)
+            grad_q = tl.dot(grad, tl.trans(state), grad_q, input_precision=PRECISION)
+        read *= decay_between(total, live, C) * (scale * k_norm)[None, :]
+        k = load_rows(k_ptr, rows, live, k_stride, head * D, D, BD)
+        grad_q = tl.dot(read.to(kind), k, grad_q, input_precision=PRECISION)
+        q = load_rows(q_ptr, rows, live, q_stride, head * D, D, BD)
+        grad_total = (grad_total + tl.sum(grad_q * q.to(tl.float32), 1)) * q_norm
+        tl.store(grad_decay_ptr + rows * V + own, tl.cumsum(grad_total, 0, reverse=True), live)
+    q = load_rows(q_ptr, rows, live, q_stride, head * D, D, BD)
+    store_rows(grad_q_ptr, _through_norm(grad_q, q, q_norm), rows, live, grad_q_stride, head * D, D, BD)
+
+
+@launch.kernel
+def grad_keys(
+    grad_ptr, q_ptr, k_ptr, v_ptr, beta_ptr, bounds_ptr, total_ptr, norms_ptr, inverse_ptr, w_ptr, grad_w_ptr,
+    states_ptr, grad_states_ptr, grad_k_ptr, grad_v_ptr, grad_decay_ptr, grad_beta_ptr, scale, T, K, V, grad_stride,
+    q_stride, k_stride, v_stride, grad_k_stride, grad_v_stride, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, GROUP: tl.constexpr, TILED: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """For a chunk of one key head: the gradients of k, v and beta, and the rest of the decay's. Here w_ptr is W."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     if is_empty(bounds_ptr, chunk):
         return
@@ -117,60 +170,60 @@ def grads(
     kind = k_ptr.dtype.element_ty
     q_norm = tl.load(norms_ptr + head * T + rows, live, other=0.0)
     k_norm = tl.load(norms_ptr + (K + head) * T + rows, live, other=0.0)
-    grad_q, grad_k = tl.zeros([C, BD], tl.float32), tl.zeros([C, BD], tl.float32)
+    grad_k = tl.zeros([C, BD], tl.float32)
     for member in range(GROUP):
         own = value_head(head, member, K, GROUP, TILED)
         beta = tl.load(beta_ptr + rows * V + own, live, other=0.0)
         whole = tl.load(total_ptr + own * T + end - 1)
         total = tl.load(total_ptr + own * T + rows, live, other=0.0)
-        grown, left = tl.exp(total), tl.exp(whole - total)
-        inverse = tl.load(inverse_ptr + (rows * V + own)[:, None] * C + at[None, :], live[:, None], other=0.0)
-        q = load_rows(q_ptr, rows, live, q_stride, head * D, D, BD)
-        grad_total = -tl.sum(grad_q * q.to(tl.float32), 1) * q_norm
-        read, across = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-        grad_beta, after = tl.zeros([C], tl.float32), tl.zeros([BD], tl.float32)
+        # [j, i]: what token i reads of token j; [i, j] and [j, i]: what token i has corrected of token j.
+        read, across, across_by = _zeros(C), _zeros(C), _zeros(C)
+        grad_total, grad_beta, after = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), tl.zeros([BD], tl.float32)
         for column in range(0, E, BE):
             width = E - column
-            written = load_rows(w_ptr, rows, live, V * E, own * E + column, width, BE)
+            inverse = load_rows(inverse_ptr, rows, live, V * C, own * C, C, C)
             grad_w = load_rows(grad_w_ptr, rows, live, V * E, own * E + column, width, BE)
+            written = load_rows(w_ptr, rows, live, V * E, own * E + column, width, BE)
             solved = tl.dot(tl.trans(inverse), grad_w, input_precision=PRECISION)
             grad_beta += tl.sum(solved * written.to(tl.float32), 1)
-            across = tl.dot(solved.to(kind), tl.trans(written), across, input_precision=PRECISION)
+            narrow = solved.to(kind)
+            across = tl.dot(narrow, tl.trans(written), across, input_precision=PRECISION)
+            across_by = tl.dot(written, tl.trans(narrow), across_by, input_precision=PRECISION)
             solved *= beta[:, None]
             store_rows(grad_v_ptr, solved, rows, live, grad_v_stride, own * E + column, width, BE)
             v = load_rows(v_ptr, rows, live, v_stride, own * E + column, width, BE)
             grad_total -= tl.sum(solved * v.to(tl.float32), 1)
+            grad = load_rows(grad_ptr, rows, live, grad_stride, own * E + column, width, BE)
+            read = tl.dot(written, tl.trans(grad), read, input_precision=PRECISION)
+        read = (read * _decay_by(total, live, C) * (scale * q_norm)[None, :]).to(kind)
+        q = load_rows(q_ptr, rows, live, q_stride, head * D, D, BD)
+        grad_k = tl.dot(read, q, grad_k, input_precision=PRECISION)
+        # One decay for both triangles, from the earlier to the later token.
+        across = tl.where(at[:, None] > at[None, :], across * beta[:, None], across_by * beta[None, :])
+        between = tl.exp(-tl.abs(total[:, None] - total[None, :]))
+        across = tl.where((at[:, None] == at[None, :]) | ~live[:, None], 0.0, across * between * -k_norm[None, :])
+        k = load_rows(k_ptr, rows, live, k_stride, head * D, D, BD)
+        grad_k = tl.dot(across.to(kind), k, grad_k, input_precision=PRECISION)
+        for column in range(0, E, BE):  # with the states, which do not fit beside the tiles above
+            inverse = load_rows(inverse_ptr, rows, live, V * C, own * C, C, C)
+            grad_w = load_rows(grad_w_ptr, rows, live, V * E, own * E + column, E - column, BE)
+            solved = tl.dot(tl.trans(inverse), grad_w, input_precision=PRECISION)
             place, exists = state_place(states_ptr, chunk, own, V, column, D, E, BD, BE)
             state = tl.load(place, exists, other=0.0)
-            seen = (solved * -grown[:, None]).to(kind)
+            seen = (solved * -(beta * tl.exp(total))[:, None]).to(kind)
             grad_k = tl.dot(seen, tl.trans(state), grad_k, input_precision=PRECISION)
-            grad = load_rows(grad_ptr, rows, live, grad_stride, own * E + column, width, BE)
-            read = tl.dot(grad, tl.trans(written), read, input_precision=PRECISION)
-            grad = (grad.to(tl.float32) * (scale * grown)[:, None]).to(kind)
-            grad_q = tl.dot(grad, tl.trans(state), grad_q, input_precision=PRECISION)
             place, exists = state_place(grad_states_ptr, chunk, own, V, column, D, E, BD, BE)
             grad_state = tl.load(place, exists, other=0.0)
-            write = (written.to(tl.float32) * left[:, None]).to(kind)
+            written = load_rows(w_ptr, rows, live, V * E, own * E + column, E - column, BE)
+            write = (written.to(tl.float32) * tl.exp(whole - total)[:, None]).to(kind)
             grad_k = tl.dot(write, tl.trans(grad_state), grad_k, input_precision=PRECISION)
             if followed > 0:  # the state after the chunk is the next chunk's; behind a document its gradient is zero
                 place, exists = state_place(states_ptr, chunk + 1, own, V, column, D, E, BD, BE)
                 ahead = tl.load(place, exists, other=0.0).to(tl.float32)
                 after += tl.sum(ahead * grad_state.to(tl.float32), 1)
-        decays = decay_between(total, live, C)
-        read *= decays * scale
-        k = load_rows(k_ptr, rows, live, k_stride, head * D, D, BD)
-        grad_q = tl.dot((read * k_norm[None, :]).to(kind), k, grad_q, input_precision=PRECISION)
-        across = tl.where(at[:, None] > at[None, :], across * decays * beta[:, None], 0.0)
-        both = ((across + tl.trans(across)) * -k_norm[None, :]).to(kind)
-        grad_k = tl.dot(both, k, grad_k, input_precision=PRECISION)
-        q = load_rows(q_ptr, rows, live, q_stride, head * D, D, BD)
-        grad_total += tl.sum(grad_q * q.to(tl.float32), 1) * q_norm
-        by_query = (tl.trans(read) * q_norm[None, :]).to(kind)
-        grad_k = tl.dot(by_query, q, grad_k, input_precision=PRECISION)
+        decay_at = grad_decay_ptr + rows * V + own
         grad_decay = tl.cumsum(grad_total, 0, reverse=True) + tl.sum(after, 0)
-        tl.store(grad_decay_ptr + rows * V + own, grad_decay, live)
+        tl.store(decay_at, grad_decay + tl.load(decay_at, live, other=0.0), live)
         tl.store(grad_beta_ptr + rows * V + own, grad_beta / tl.where(beta > 0.0, beta, 1.0), live)  # W is 0 there too
-    q = load_rows(q_ptr, rows, live, q_stride, head * D, D, BD)
     k = load_rows(k_ptr, rows, live, k_stride, head * D, D, BD)
-    store_rows(grad_q_ptr, _through_norm(grad_q, q, q_norm), rows, live, grad_q_stride, head * D, D, BD)
     store_rows(grad_k_ptr, _through_norm(grad_k, k, k_norm), rows, live, grad_k_stride, head * D, D, BD)

@@ -6,7 +6,7 @@
     output      all chunks at once
     local       all chunks at once: the gradient of what a chunk writes, from its own outputs
     scan_back   from the last chunk to the first: the gradients of the states, and the rest of the above
-    grads       all chunks at once: the gradients of q, k, v, decay and beta
+    grad_queries, grad_keys   all chunks at once: the gradients of q; of k, v and beta; of the decay in both
 
 Sums are fp32, the state in a scan too; the states that the scan stores, w, u, W and their gradients have the dtype of
 the inputs. Nothing is added atomically, so results are identical to the bit in every run, and a document's results do
@@ -84,11 +84,18 @@ def backward(
         k.stride(0), grad_out.stride(0), **_options(k, v, size, tiled),
     )  # fmt: skip
     del w
-    size = tiles.tile("grads", v)
-    backward_kernels.grads[(len(table.bounds), k.shape[1])](
-        grad_out, q, k, v, beta, table.bounds, total, norms, inverse, written, grad_w, states, grad_states, *grads,
-        grad_decay, grad_beta, scale, tokens, k.shape[1], heads, grad_out.stride(0), q.stride(0), k.stride(0),
-        v.stride(0), *(x.stride(0) for x in grads), **_options(k, v, size, tiled),
+    grad_q, grad_k, grad_v = grads
+    grid = len(table.bounds), k.shape[1]
+    size = tiles.tile("grad_queries", v)
+    backward_kernels.grad_queries[grid](
+        grad_out, q, k, table.bounds, total, norms, written, states, grad_q, grad_decay, scale, tokens, k.shape[1],
+        heads, grad_out.stride(0), q.stride(0), k.stride(0), grad_q.stride(0), **_options(k, v, size, tiled),
+    )  # fmt: skip
+    size = tiles.tile("grad_keys", v)
+    backward_kernels.grad_keys[grid](
+        grad_out, q, k, v, beta, table.bounds, total, norms, inverse, written, grad_w, states, grad_states, grad_k,
+        grad_v, grad_decay, grad_beta, scale, tokens, k.shape[1], heads, grad_out.stride(0), q.stride(0), k.stride(0),
+        v.stride(0), grad_k.stride(0), grad_v.stride(0), **_options(k, v, size, tiled),
     )  # fmt: skip
 
 

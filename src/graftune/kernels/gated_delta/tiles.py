@@ -35,10 +35,10 @@ class DeltaTile(NamedTuple):
 # By kernel; the first tile is used. Kernels are described in kernel.py.
 TILES = {
     "solve": (DeltaTile(0, 4, 1), DeltaTile(0, 8, 1)),  # has no columns of values
-    "factors": (DeltaTile(128, 8, 1), DeltaTile(64, 4, 1), DeltaTile(128, 4, 1)),
+    "factors": (DeltaTile(64, 4, 1), DeltaTile(128, 4, 1), DeltaTile(128, 8, 1)),
     "scan": (DeltaTile(64, 4, 2), DeltaTile(32, 4, 2), DeltaTile(32, 4, 3), DeltaTile(64, 8, 2), DeltaTile(64, 4, 1)),
-    "output": (DeltaTile(128, 8, 1), DeltaTile(64, 4, 1), DeltaTile(128, 4, 1)),
-    "local": (DeltaTile(128, 8, 1), DeltaTile(128, 4, 1), DeltaTile(64, 4, 1)),
+    "output": (DeltaTile(64, 4, 1), DeltaTile(128, 4, 1), DeltaTile(128, 8, 1)),
+    "local": (DeltaTile(64, 4, 1), DeltaTile(128, 4, 1), DeltaTile(128, 8, 1)),
     "scan_back": (
         DeltaTile(128, 8, 2),
         DeltaTile(64, 4, 1),
@@ -46,7 +46,8 @@ TILES = {
         DeltaTile(32, 4, 2),
         DeltaTile(128, 8, 1),
     ),
-    "grads": (DeltaTile(64, 8, 1), DeltaTile(128, 8, 1), DeltaTile(32, 8, 1), DeltaTile(64, 4, 1)),
+    "grad_queries": (DeltaTile(64, 8, 1), DeltaTile(64, 4, 1), DeltaTile(128, 4, 1)),
+    "grad_keys": (DeltaTile(64, 8, 1), DeltaTile(64, 4, 1), DeltaTile(32, 4, 1)),
 }
 FP32_TILE = DeltaTile(32, 8, 1)  # products in fp32 do not use tensor cores, and their tiles take twice the memory
 # How the inverted blocks of 16 tokens are joined for 16-bit inputs; the first is used. The blocks themselves are fp32,
