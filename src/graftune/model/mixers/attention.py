@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import torch
 
 from graftune.kernels import attention, output_gate, rope
-from graftune.model.context import PassContext, Past, Sequences
+from graftune.model.context import PassContext, Sequences
 from graftune.model.frozen import row_stride
+from graftune.model.mixers.key_values import KeyValues
 from graftune.model.part import (
     AttentionShape,
     Bias,
@@ -386,46 +387,3 @@ class Attention(Mixer[AttentionSaved]):
     def _norm_grads(self) -> dict[str, Any]:
         weights = self.norms.weights if self.norms else ()
         return {f"grad_{name}_norm": norm.grad for name, norm in zip("qkv", weights, strict=False)}
-
-
-class KeyValues:
-    """Keys and values of one layer while text is generated: [S, K, capacity, H], each sequence filled up to its own
-    length."""
-
-    def __init__(self, shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype):
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
-
-    def keep(self, sequences: torch.Tensor) -> None:
-        self.keys = self.keys.index_select(0, sequences)
-        self.values = self.values.index_select(0, sequences)
-
-    def fill(self, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...]) -> None:
-        """The packed prompts' [T, K, H]."""
-        start = 0
-        for sequence, length in enumerate(lengths):
-            for stored, fresh in ((self.keys, k), (self.values, v)):
-                stored[sequence, :, :length] = fresh[start : start + length].transpose(0, 1)
-            start += length
-
-    def attend(
-        self, of: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, past: Past
-    ) -> None:
-        """One new token a sequence, each seeing its own past."""
-        (heads, key_heads, width), lengths = of.heads, past.lengths
-        self.keys[past.sequences, :, lengths] = k
-        self.values[past.sequences, :, lengths] = v
-        grouped = q.reshape(-1, key_heads, heads // key_heads, width)
-        scores = (grouped @ self.keys.transpose(2, 3)).float() * of.score_scale
-        if of.score_cap:
-            scores = torch.tanh(scores / of.score_cap) * of.score_cap
-        hidden = past.token_indices > lengths[:, None]
-        if of.window:
-            hidden |= past.token_indices <= lengths[:, None] - of.window
-        scores.masked_fill_(hidden[:, None, None], float("-inf"))
-        if of.sinks.value is not None:
-            column = of.sinks.value.view(key_heads, -1, 1).expand(len(scores), -1, -1, -1)
-            shares = torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
-        else:
-            shares = torch.softmax(scores, -1)
-        out.copy_((shares.to(v.dtype) @ self.values).reshape(-1, heads, width))
