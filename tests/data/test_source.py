@@ -145,6 +145,7 @@ BAD: dict[str, tuple[object, str, str]] = {
     "assistant first": ({"messages": turns("a", "b")[1:]}, "no user turn before the first assistant turn", ""),
     "speaker": ({"conversations": [{"from": "alien", "value": "a"}]}, "unknown role", "'alien'"),
     "role": ({"messages": [{"role": "usr", "content": "a"}, *turns("a", "b")]}, "unknown role", "did you mean 'user'?"),
+    "no user": ({"messages": [{"role": "usr", "content": "a"}, *turns("a", "b")[1:]]}, "unknown role", "'user'?"),
     "no assistant": ({"messages": [*turns("a"), {"role": "asistant", "content": "b"}]}, "unknown role", "'assistant'?"),
     "value": ({"conversations": [{"from": "gpt", "value": 1}]}, "wrong type", "a number"),
     "tools": ({"messages": turns("a", "b"), "tools": {}}, "wrong type", "'tools'"),

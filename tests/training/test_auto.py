@@ -76,7 +76,7 @@ def test_a_run_keeps_and_says_what_was_chosen(tiny_folder, tmp_path: Path, capfd
     assert run.steps == coming.steps >= auto.TOO_FEW and "warning" not in {
         e["event"] for e in read_events(out / "metrics.jsonl")
     }
-    assert f"auto: tokens_per_step {coming.tokens_per_step} for about 100 steps, lr 0.001 for LoRA" in said
+    assert f"auto: tokens_per_step {coming.tokens_per_step} because the data is small (aim: 100 steps), lr" in said
     assert f"{run.steps} steps of up to {coming.tokens_per_step} tokens" in said
     logged = next(e for e in events if e["event"] == "run_start")["settings"]
     assert (logged["lr"], logged["tokens_per_step"]) == (kept.optim.lr, kept.train.tokens_per_step)

@@ -46,6 +46,7 @@ def faults(prompt, answer, reference, record):
         case "exit": sys.exit(3)
         case "die": os._exit(7)
         case "hang": time.sleep(60)
+        case "other": return {"length": 3}
         case "stdin": return len(sys.stdin.read())
     return {"right": answer == reference, "length": len(answer)}
 
@@ -91,7 +92,7 @@ def test_where_every_call_fails_the_loss_decides(tiny_folder, tmp_path: Path, fi
     assert all((e["metrics"], e["metric_records"], e["metric_failed"]) == ({}, 2, 2) for e in evals(events))
     said = [e["text"] for e in events if e["event"] == "warning"]
     assert len(said) == 5 and "failed for 2 of 2 answers; there is no mean; first in row" in said[0]
-    assert "RuntimeError: never (line 28 of measure.py)" in said[0] and "the validation loss says here" in said[0]
+    assert "RuntimeError: never (line 29 of measure.py)" in said[0] and "the validation loss says here" in said[0]
 
 
 def scores_of(metric: str, answers: list[str], seconds: float = 10.0) -> Any:
@@ -112,6 +113,7 @@ def scores_of(metric: str, answers: list[str], seconds: float = 10.0) -> Any:
         ("nan", "it returned nan, which is not finite"),
         ("none", "it returned None, which is not a number"),
         ("nested", "its dict has for 'a' {'b': 1}, which is not a number"),
+        ("other", "it returned length, and right, length before"),
         ("exit", "SystemExit: 3"),
         ("die", "its process ended with status 7"),
     ],

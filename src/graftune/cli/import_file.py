@@ -96,10 +96,10 @@ def rendered(found: Conversion) -> str:
 def _report(console: Console, found: Conversion, out: str) -> None:
     wrote = f" written to {out}" if out else ""
     console.note(f"{len(found.settings)} settings of {found.title}'s {found.file.path}{wrote}")
-    if not out and sys.stdout.isatty():
-        return  # the list has just been printed with the YAML
     for text in found.assumed:
         console.note(f"assumed: {one_line(text)}")
+    if not out and sys.stdout.isatty():
+        return  # the list has just been printed with the YAML
     for name, reason in found.left_out:
         console.note(f"left out: {one_line(f'{name}: {reason}')}")
     if out:

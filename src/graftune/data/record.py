@@ -148,14 +148,13 @@ def _chat(row: dict[str, Any], plan: ColumnPlan) -> Turns:
             _convert(turns, turn, plan.ask)
     _join_system(row, plan, turns)
     roles = [message["role"] for message in turns.messages]
-    if "assistant" not in roles:
-        for place, role in enumerate(roles, 1):
-            if role not in ROLES:
-                raise unknown_role(role, place)
-        raise Refusal("no assistant turn")
-    if "user" not in roles[: len(roles) - 1 - roles[::-1].index("assistant")]:
-        raise Refusal("no user turn before the first assistant turn")
-    return turns
+    trained = "assistant" in roles
+    if trained and "user" in roles[: len(roles) - 1 - roles[::-1].index("assistant")]:
+        return turns
+    for place, role in enumerate(roles, 1):
+        if role not in ROLES:
+            raise unknown_role(role, place)
+    raise Refusal("no user turn before the first assistant turn" if trained else "no assistant turn")
 
 
 def _convert(turns: Turns, turn: object, key: str) -> None:

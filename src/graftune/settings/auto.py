@@ -61,7 +61,7 @@ def said(asked: Config, found: Config, parameters: int) -> str:
     chosen = []
     if asked.train.tokens_per_step == "auto" != found.train.tokens_per_step:
         few = found.train.step_tokens < defaults_of(parameters).tokens
-        why = f"for about {UPDATES} steps" if few else "for the size of the model"
+        why = f"because the data is small (aim: {UPDATES} steps)" if few else "for the size of the model"
         chosen.append(f"tokens_per_step {found.train.step_tokens} {why}")
     if asked.optim.lr == "auto" != found.optim.lr:
         method = {"lora": "LoRA", "full": "every weight", "scratch": "training from scratch"}[found.train.method]

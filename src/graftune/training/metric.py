@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,6 +186,7 @@ class Metric:
     def __init__(self, config: Config, questions: Sequence[Asked], stops: tuple[int, ...]):
         run = config.run
         self.name, self.questions, self.stops, self.length = run.metric, questions, stops, run.sample_tokens
+        self.keys: tuple[str, ...] = ()  # what the first call that worked returned: the others have to return the same
         self.process: MetricProcess | None = None
         if run.metric not in BUILT_IN:
             self.process = MetricProcess(*file_and_function(run.metric), run.metric_seconds)
@@ -212,8 +213,13 @@ class Metric:
             except _CallFailed as error:
                 errors.append(f"in row {asked.row}: {one_line(str(error), longest=300)}")
                 continue
-            for key, value in found.items():
-                sums.setdefault(key, []).append(value)
+            self.keys = self.keys or tuple(found)
+            if set(found) != set(self.keys):
+                names = f"it returned {_listed(found)}, and {_listed(self.keys)} before"
+                errors.append(f"in row {asked.row}: {one_line(names, longest=300)}")
+                continue
+            for key in self.keys:
+                sums.setdefault(key, []).append(found[key])
         means = {key: sum(values) / len(values) for key, values in sums.items()}
         cut = sum(answer.stopped == "length" for answer in answers)
         return Scores(means, len(answers), len(errors), errors[0] if errors else "", cut)
@@ -227,6 +233,10 @@ class Metric:
     def close(self) -> None:
         if self.process is not None:
             self.process.close()
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "nothing"
 
 
 def file_and_function(metric: str) -> tuple[Path, str]:
