@@ -88,6 +88,15 @@ def test_reasoning_tags_are_learnt(source: str, tmp_path: Path) -> None:
     assert data.summary.notes.keys() == {OTHER_PROMPT["inference"], CLOSED_AT_ONCE}
 
 
+@pytest.mark.parametrize(("opening", "close"), [("{think}", "{/think}"), ("### Thinking\\n", "\\n### Answer\\n")])
+def test_a_block_that_the_prompt_opens_needs_no_tags(opening: str, close: str, tmp_path: Path) -> None:
+    shown = f"(('{opening}' + m.reasoning_content + '{close}') if m.reasoning_content else '') + m.content +"
+    source = prompting(f"<|im_start|>assistant\n{opening}", CHATML.replace("m.content +", shown))
+    data = prepared(tmp_path, {"messages": turns("a", "b")}, with_template(source))
+    assert all_runs(data) == [close.replace("\\n", "\n") + "b<|im_end|>"]
+    assert CLOSED_AT_ONCE in data.summary.notes
+
+
 def test_a_block_that_nothing_closes_is_refused(tmp_path: Path) -> None:
     for opening in ("<thought>\n", "Here is how I reason:\n"):
         chat = with_template(prompting(f"<|im_start|>assistant\n{opening}"))

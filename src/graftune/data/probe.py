@@ -276,11 +276,11 @@ def _reasoning(
     left = unclosed(opening)
     for key in REASONING_KEYS:
         shown = rendered([*head, *_asked(ANSWERS[0], **{key: _WHY})], tools) or ""
-        if (found := _block(shown, prompt, plain[aligned.end :])) is not None:
+        if (found := _block(shown, prompt, plain[aligned.end :], opening)) is not None:
             return Reasoning(key, *found)
     as_part = [*thinking_parts(_WHY), *in_parts(ANSWERS[0])]
     shown = (rendered([*head, *_asked(as_part)], tools) if "thinking" in source else None) or ""
-    found = _block(shown, prompt, plain[aligned.end :])
+    found = _block(shown, prompt, plain[aligned.end :], opening)
     if found and any(is_pair(tag, close) for tag in TAG.findall(found[0]) for close in TAG.findall(found[1])):
         return Reasoning("", *found, part=True)
     for close in names:
@@ -292,7 +292,11 @@ def _reasoning(
         if all(not text or f"{_WHY}{close}{ANSWERS[0]}" in text for text in (shown, later)):
             continue  # printed as it is: the template does not know it
         raw = f"{_WHY}{close}{ANSWERS[0]}" in shown
-        if not raw and (found := _block(shown, prompt, plain[aligned.end :])) is not None and close in found[1]:
+        if (
+            not raw
+            and (found := _block(shown, prompt, plain[aligned.end :], opening)) is not None
+            and close in found[1]
+        ):
             return Reasoning("", *found)
         if close != "</think>":
             before = opening[opening.rindex(left) :] if left else before
@@ -307,8 +311,9 @@ def _reasoning(
     return Reasoning("", opening[opening.rindex(left) :], close and _as_wide(close, opening))
 
 
-def _block(shown: str, prompt: str, own: str) -> tuple[str, str] | None:
-    """The text before and after reasoning in a rendered answer; None if it is not rendered before the answer."""
+def _block(shown: str, prompt: str, own: str, given: str) -> tuple[str, str] | None:
+    """The text before and after reasoning in a rendered answer; None if it is not rendered before the answer. `given`:
+    what the prompt has beyond the header of an answer without reasoning."""
     why, answer = shown.rfind(_WHY), shown.rfind(ANSWERS[0])
     asked = shown.rfind(_ASK, 0, why) + len(_ASK)
     if not len(_ASK) <= asked <= why < answer:
@@ -319,6 +324,8 @@ def _block(shown: str, prompt: str, own: str) -> tuple[str, str] | None:
     # Beside the tag there may be a header that the prompt does not have, or the prompt may have the tag too.
     pairs = [tag for tag in TAG.finditer(before) for close in TAG.findall(after) if is_pair(tag[0], close)]
     opening = before[pairs[-1].start() :] if pairs else opening
+    if not opening.strip() and given.strip() and before.rstrip().endswith(given.strip()):
+        opening = given  # the prompt opens the block, with a text that does not look like a tag
     without = after.removesuffix(own)  # the answer may have an opening of its own
     return opening, without if without.strip() else after
 
