@@ -64,10 +64,7 @@ class Qwen35(Family):
 
     def mixers(self, get: Getter) -> list[MixerSpec]:
         attention, delta = self.attention(get), self.delta(get)
-        every = get.whole("full_attention_interval")
-        kinds = get.config.get("layer_types") or [
-            LINEAR if (index + 1) % every else FULL for index in range(get.layers())
-        ]
+        kinds = get.config.get("layer_types") or _spaced(get.layers(), get.whole("full_attention_interval"))
         if not {LINEAR, FULL}.issuperset(kinds):
             raise get.refused("kinds of layers")
         return [delta if kind == LINEAR else attention for kind in get.by_layer(kinds)]
@@ -110,8 +107,11 @@ class Qwen35(Family):
         found, kinds = super().gguf_keys(spec, where), self.config(spec, where)["layer_types"]
         every = kinds.index(FULL) + 1
         heads = {mixer.heads for layer in spec.layers if isinstance(mixer := layer.mixer, GatedDeltaSpec)}
-        spaced = [LINEAR if (index + 1) % every else FULL for index in range(len(kinds))]
-        if kinds != spaced or len(heads) > 1 or any(one.key_width != one.value_width for one in heads):
+        if (
+            kinds != _spaced(len(kinds), every)
+            or len(heads) > 1
+            or any(one.key_width != one.value_width for one in heads)
+        ):
             raise GraftuneError(
                 "llama.cpp knows this family only with attention in every n-th layer and with key and value heads of"
                 " one width",
@@ -124,6 +124,10 @@ class Qwen35(Family):
 
     def gguf_vision_keys(self, config: Config) -> dict[str, Any]:
         return _sections_of(config)
+
+
+def _spaced(layers: int, every: int) -> list[str]:
+    return [FULL if (index + 1) % every == 0 else LINEAR for index in range(layers)]
 
 
 def _sections_of(config: Config) -> dict[str, Any]:
