@@ -97,7 +97,8 @@ def encode(encoder: RowEncoder, messages: list[Message], tools: Any) -> Encoded:
     runs = [run for one in made if one.example for run in trained(one.example, encoder.tokenizer)]
     everything = "".join(encoder.tokenizer.decode(list(one.example.tokens)) for one in made if one.example)
     notes = {note for one in made for note in one.notes}
-    notes |= set(encoder.fitter.form.notes) if encoder.fitter else set()
+    # What the template adds to each answer is in its rendering: that line excuses no other difference.
+    notes |= {note for note in encoder.fitter.form.notes if "adds" not in note} if encoder.fitter else set()
     notes |= {note for note, count in encoder.summary.notes.items() if counted.get(note, 0) < count}
     return Encoded(runs, notes, "", everything)
 

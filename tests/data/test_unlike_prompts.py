@@ -139,6 +139,27 @@ def test_a_header_without_a_generation_prompt_is_trained_and_said(tmp_path: Path
     assert all_runs(data) == ["<|im_start|>assistant\nb<|im_end|>"] and data.summary.notes == {HEADER_TRAINED: 1}
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("Assistant: ", "", "'Assistant:' before"),
+        ("", "\nThank you.", "'Thank you.' after"),
+        ("Assistant: ", " Bye!", "'Assistant:' before and 'Bye!' after"),
+        ("' + ('So: ' if loop.index > 2 else '') + '", "", "'So:' before"),
+    ],
+)
+def test_words_of_the_template_around_an_answer_are_said(before: str, after: str, said: str, tmp_path: Path) -> None:
+    """Each run says once what it trains beside the author's text; a template without such words says nothing."""
+    answer = f"('{before}' + m.content + '{after}' if m.role == 'assistant' else m.content) +"
+    chat = with_template(CHATML.replace("m.content +", answer))
+    data = prepared(tmp_path, {"messages": turns("a", "b", "c", "d")}, chat)
+    words = "So: " if "So" in before else before
+    assert all_runs(data)[1] == f"{words}d{after}<|im_end|>"
+    note = f"the template adds {said} answers: it is trained, since the model has to write it"
+    assert data.summary.notes == {note: 0}
+    assert not prepared(tmp_path, {"messages": turns("a", "b")}, with_template(CHATML)).summary.notes
+
+
 def test_calls_that_are_rendered_beside_reasoning_only(tmp_path: Path) -> None:
     source = ROLES.replace("END", "'<|end|>'").replace("m.tool_calls or []", "(m.tool_calls if m.reasoning else [])")
     message: dict[str, Any] = {"role": "assistant", "content": "see", "tool_calls": [CALL], "reasoning": "hm"}

@@ -27,6 +27,7 @@ from graftune.data.format import (
 )
 from graftune.data.header import align, borders, shared_start, units
 from graftune.data.record import Message
+from graftune.data.row import quoted
 from graftune.data.tags import TAG, is_pair, tag_kind, unclosed
 from graftune.errors import GraftuneError
 from graftune.tokenizer import Tokenizer
@@ -98,6 +99,8 @@ def probe(
     prompt = (rendered([*head, _asked("")[0]], tools, True) or "").rpartition(_ASK)[2]
     plain = first[first.rfind(_ASK) + len(_ASK) : first.rfind(ANSWERS[0])]
     reasoning = _reasoning(rendered, head, tools, (prompt, plain), getattr(renderer, "source", ""))
+    token = append or special_tokens(tokenizer).get(-1 if end_id is None else end_id, end)
+    notes += _added(rendered, head, tools, reasoning, token, control)
     return ChatFormat(
         renderer,
         name,
@@ -188,6 +191,40 @@ def _closed_later(
         if end_id is not None:
             return end, end_id
     return "", None
+
+
+def _added(
+    rendered: Render,
+    head: list[Message],
+    tools: list[Any] | None,
+    reasoning: Reasoning,
+    end: str,
+    control: tuple[str, ...],
+) -> tuple[str, ...]:
+    """A line for the user about the words that the template puts between the prompt and an answer, or between an answer
+    and the token that ends it (`end`): they are trained, and the author has not written them. The first and a second
+    answer are looked at. A header without a generation prompt is reported with the rows (chat.HEADER_TRAINED)."""
+    found: dict[str, None] = {}
+    turns = [*_asked(ANSWERS[0]), *_asked(ANSWERS[1])]
+    for count in (2, 4):
+        shown = rendered([*head, *turns[:count]], tools) or ""
+        before, answer, after = shown.rpartition(turns[count - 1]["content"])
+        asked = [*head, *turns[: count - 1]]
+        prompt = rendered(asked, tools, True) or ""
+        if not answer or _ASK not in before:
+            continue
+        tail, header = (text.rpartition(_ASK)[2] for text in (prompt, before))
+        given = not (rendered(asked, tools) or "").startswith(prompt)
+        for where, text in (
+            ("before", header[align(tail, header, control).end :] if given else ""),
+            ("after", after.partition(end)[0]),
+        ):
+            for tag in filter(None, reasoning.tags):
+                text = text.replace(tag, "")
+            if text.strip():
+                found[f"{quoted(text.strip())} {where}"] = None
+    text = f"the template adds {' and '.join(found)} answers: it is trained, since the model has to write it"
+    return (text,) if found else ()
 
 
 def _takes_system(rendered: Render, tools: list[Any] | None) -> bool:
