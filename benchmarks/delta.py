@@ -134,6 +134,10 @@ def try_tiles(bench: Bench, rule: Rule, checked: Rule) -> dict[str, Any]:
         before, tiles.SOLVE_PRECISIONS = tiles.SOLVE_PRECISIONS, (value,)
         tried(f"solve in {value}")
         tiles.SOLVE_PRECISIONS = before
+    for value in (8, 4):
+        tiles.SOLVE_BLOCK = value
+        tried(f"solve blocks of {value}")
+    tiles.SOLVE_BLOCK = 16
     tiles.KEEP_STATES = not tiles.KEEP_STATES
     tried(f"states {'kept' if tiles.KEEP_STATES else 'computed again'}")
     tiles.KEEP_STATES = not tiles.KEEP_STATES

@@ -284,6 +284,7 @@ def test_a_rehearsal_launches_every_kernel():
         "scan",
         "local",
         "scan_back",
+        "grad_values",
         "grad_queries",
         "grad_keys",
     ]

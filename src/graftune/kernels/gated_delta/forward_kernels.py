@@ -74,23 +74,25 @@ def decay_between(total, live, C: tl.constexpr):
 
 
 @triton.jit
-def _inverse(a, C: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + a)^-1 for strictly lower a. The blocks of 16 on the diagonal are inverted together, row by row; of two
+def _inverse(a, C: tl.constexpr, B: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + a)^-1 for strictly lower a. The blocks of B on the diagonal are inverted together, row by row; of two
     neighbouring blocks that are inverted, the block below the diagonal then follows by two products. Powers of a would
     need fewer products, but they can overflow."""
-    blocks: tl.constexpr = C // 16
+    blocks: tl.constexpr = C // B
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     on_diagonal = (tl.arange(0, blocks)[:, None] == tl.arange(0, blocks)[None, :])[:, None, :, None]
-    small = tl.sum(tl.where(on_diagonal, tl.reshape(a, [blocks, 16, blocks, 16]), 0.0), 2)
-    row, column = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
-    inverted = tl.zeros([blocks, 16, 16], tl.float32) + tl.where(row == column, 1.0, 0.0)
-    for index in range(1, 16):
+    small = tl.sum(tl.where(on_diagonal, tl.reshape(a, [blocks, B, blocks, B]), 0.0), 2)
+    row, column = tl.arange(0, B)[None, :, None], tl.arange(0, B)[None, None, :]
+    inverted = tl.zeros([blocks, B, B], tl.float32) + tl.where(row == column, 1.0, 0.0)
+    for index in range(1, B):
         factors = tl.sum(tl.where(row == index, small, 0.0), 1)  # zero from the diagonal on
         found = tl.sum(factors[:, :, None] * inverted, 1)
         inverted -= tl.where(row == index, found[:, None, :], 0.0)
     x = tl.reshape(tl.where(on_diagonal, inverted[:, :, None, :], 0.0), [C, C])
-    for level in tl.static_range(4, 6):
-        below = tl.where((i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level), a, 0.0)
+    for level in tl.static_range(LEVELS):  # blocks of B << level are joined
+        below = tl.where(
+            (i // (B << (level + 1)) == j // (B << (level + 1))) & (i // (B << level) != j // (B << level)), a, 0.0
+        )
         x -= tl.dot(tl.dot(x, below, input_precision=PRECISION), x, input_precision=PRECISION)
     return x
 
@@ -99,7 +101,7 @@ def _inverse(a, C: tl.constexpr, PRECISION: tl.constexpr):
 def solve(
     q_ptr, k_ptr, decay_ptr, beta_ptr, bounds_ptr, total_ptr, norms_ptr, inverse_ptr, T, K, V, q_stride, k_stride, eps,
     D: tl.constexpr, BD: tl.constexpr, GROUP: tl.constexpr, TILED: tl.constexpr, SOLVE: tl.constexpr,
-    PRECISION: tl.constexpr, C: tl.constexpr,
+    BLOCK: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """For a chunk of one key head: the norms [2, K, T] of q and k (their inverse lengths), and for each value head G
     [V, T] and the inverse [T, V, C]."""
@@ -120,7 +122,7 @@ def solve(
         beta = tl.load(beta_ptr + rows * V + own, live, other=0.0)
         total = tl.cumsum(tl.load(decay_ptr + rows * V + own, live, other=0.0), 0)
         tl.store(total_ptr + own * T + rows, total, live)
-        inverse = _inverse(products * decay_between(total, live, C) * beta[:, None], C, SOLVE)
+        inverse = _inverse(products * decay_between(total, live, C) * beta[:, None], C, BLOCK, LEVELS, SOLVE)
         store_rows(inverse_ptr, inverse, rows, live, V * C, own * C, C, C)
 
 

@@ -6,7 +6,8 @@
     output      all chunks at once
     local       all chunks at once: the gradient of what a chunk writes, from its own outputs
     scan_back   from the last chunk to the first: the gradients of the states, and the rest of the above
-    grad_queries, grad_keys   all chunks at once: the gradients of q; of k, v and beta; of the decay in both
+    grad_values, grad_queries, grad_keys   all chunks at once: the gradients of v and beta; of q; of k; and in all of
+                them a part of the decay's
 
 Sums are fp32, the state in a scan too; the states that the scan stores, w, u, W and their gradients have the dtype of
 the inputs. Nothing is added atomically, so results are identical to the bit in every run, and a document's results do
@@ -48,7 +49,8 @@ def forward(
     del options["E"], options["BE"]
     forward_kernels.solve[(len(table.bounds), key_heads)](
         q, k, decay, beta, table.bounds, *small, tokens, key_heads, heads, q.stride(0), k.stride(0), EPS,
-        SOLVE="ieee" if q.dtype == torch.float32 else tiles.SOLVE_PRECISIONS[0], **options,
+        SOLVE="ieee" if q.dtype == torch.float32 else tiles.SOLVE_PRECISIONS[0],
+        BLOCK=tiles.SOLVE_BLOCK, LEVELS=(CHUNK // tiles.SOLVE_BLOCK).bit_length() - 1, **options,
     )  # fmt: skip
     kept, final = _states(k, v, beta, table, small, state, final_state, tiled)
     size = tiles.tile("output", v)
@@ -85,17 +87,24 @@ def backward(
     )  # fmt: skip
     del w
     grad_q, grad_k, grad_v = grads
+    pairs = torch.empty(tokens, heads, 2, CHUNK, dtype=q.dtype, device=q.device)
+    size = tiles.tile("grad_values", v)
+    backward_kernels.grad_values[(len(table.bounds), heads)](
+        grad_out, v, beta, table.bounds, total, norms, inverse, written, grad_w, pairs, grad_v, grad_decay, grad_beta,
+        scale, tokens, k.shape[1], heads, grad_out.stride(0), v.stride(0), grad_v.stride(0),
+        **_options(k, v, size, tiled),
+    )  # fmt: skip
+    del grad_w
     grid = len(table.bounds), k.shape[1]
     size = tiles.tile("grad_queries", v)
     backward_kernels.grad_queries[grid](
-        grad_out, q, k, table.bounds, total, norms, written, states, grad_q, grad_decay, scale, tokens, k.shape[1],
+        grad_out, q, k, table.bounds, total, norms, pairs, states, grad_q, grad_decay, scale, tokens, k.shape[1],
         heads, grad_out.stride(0), q.stride(0), k.stride(0), grad_q.stride(0), **_options(k, v, size, tiled),
     )  # fmt: skip
     size = tiles.tile("grad_keys", v)
     backward_kernels.grad_keys[grid](
-        grad_out, q, k, v, beta, table.bounds, total, norms, inverse, written, grad_w, states, grad_states, grad_k,
-        grad_v, grad_decay, grad_beta, scale, tokens, k.shape[1], heads, grad_out.stride(0), q.stride(0), k.stride(0),
-        v.stride(0), grad_k.stride(0), grad_v.stride(0), **_options(k, v, size, tiled),
+        q, k, grad_v, table.bounds, total, norms, pairs, written, states, grad_states, grad_k, grad_decay, tokens,
+        k.shape[1], heads, q.stride(0), k.stride(0), grad_v.stride(0), grad_k.stride(0), **_options(k, v, size, tiled),
     )  # fmt: skip
 
 

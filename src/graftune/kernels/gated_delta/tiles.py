@@ -46,12 +46,14 @@ TILES = {
         DeltaTile(32, 4, 2),
         DeltaTile(128, 8, 1),
     ),
-    "grad_queries": (DeltaTile(64, 8, 1), DeltaTile(64, 4, 1), DeltaTile(128, 4, 1)),
-    "grad_keys": (DeltaTile(64, 8, 1), DeltaTile(64, 4, 1), DeltaTile(32, 4, 1)),
+    "grad_values": (DeltaTile(64, 4, 1), DeltaTile(128, 4, 1), DeltaTile(128, 8, 1), DeltaTile(64, 8, 1)),
+    "grad_queries": (DeltaTile(64, 4, 1), DeltaTile(64, 8, 1), DeltaTile(128, 4, 1), DeltaTile(128, 8, 1)),
+    "grad_keys": (DeltaTile(64, 4, 1), DeltaTile(64, 8, 1), DeltaTile(32, 4, 1), DeltaTile(128, 8, 1)),
 }
 FP32_TILE = DeltaTile(32, 8, 1)  # products in fp32 do not use tensor cores, and their tiles take twice the memory
 # How the inverted blocks of 16 tokens are joined for 16-bit inputs; the first is used. The blocks themselves are fp32,
 # and the result is rounded to 16 bits. "tf32x3" is nearly fp32, but takes three times the products and more registers.
+SOLVE_BLOCK = 16
 SOLVE_PRECISIONS = ("tf32", "tf32x3")
 
 
