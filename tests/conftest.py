@@ -24,6 +24,7 @@ import torch
 from hypothesis import settings
 
 from tests.support import tiny
+from tests.support.thorough import THOROUGH
 
 # A runner in the background or under nohup ignores these, and so would the processes that tests send them to.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -78,6 +79,14 @@ def smollm2() -> Path:
     from graftune.weights.base import default_base
 
     return default_base()
+
+
+@pytest.fixture(scope="session")
+def shallow_smollm2(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The default base's first layers, for tests that ask for real weights and not for depth."""
+    from tests.support.shallow import first_layers
+
+    return smollm2 if THOROUGH else first_layers(smollm2, 4, tmp_path_factory.mktemp("shallow") / "smollm2.gguf")
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import measure, plots, report
+from benchmarks import measure, report
 
 
 @pytest.fixture
@@ -57,6 +57,8 @@ def test_measured_rows_have_their_verdict(results: Path) -> None:
 
 
 def test_the_images_of_a_record(tmp_path: Path) -> None:
+    from benchmarks import plots
+
     case = {"date": "2026-11-17", "participants": {"ours": figures(290), "floor": {"ms": 240.0}}}
     slow = {"participants": {"ours": figures(640), "unsloth": figures(900)}}
     lost = {"participants": {"floor": {"ms": 4.0}, "ours": {"error": "no time"}}}

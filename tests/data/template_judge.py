@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import jinja2
 import tokenizers
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from graftune.batch import Example
 from graftune.data.chat import NO_REASONING
@@ -56,6 +55,8 @@ def opened(source: str, names: tuple[str, ...] = EXTRA_CONTROL, **changes: Any) 
 
 def reference(source: str, messages: list[Message], tools: Any, generate: bool, **variables: Any) -> str | None:
     """transformers' rendering; None where the template refuses."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     try:
         texts, _ = render_jinja_template(
             [messages], tools=tools, chat_template=source, add_generation_prompt=generate, bos_token="<s>",

@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers.utils.chat_template_utils import render_jinja_template
-
 from graftune.data.row_encoder import RowEncoder
 from graftune.settings.config import DataConfig
 from tests.data.generated import Message
@@ -119,6 +117,8 @@ def compare(
 
 def marks(training: str, messages: list[Message], tools: Any, variables: dict[str, Any]) -> list[str]:
     """The texts that the training template marks, one for each answer."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     texts, places = render_jinja_template(
         [messages], tools=tools, chat_template=training, return_assistant_tokens_mask=True, bos_token="<s>",
         eos_token="</s>", **variables,

@@ -1,5 +1,5 @@
-"""SmolLM2 tuned for a few steps, then asked four ways: our own engine, PEFT over the dequantised base, llama.cpp with
-our adapter on the ORIGINAL Q4_1 file, and llama.cpp with our merged GGUF.
+"""SmolLM2, or its first layers in a quick run, tuned for a few steps, then asked four ways: our own engine, PEFT over
+the dequantised base, llama.cpp with our adapter on the ORIGINAL Q4_1 file, and llama.cpp with our merged GGUF.
 
 The texts are our own greedy answers; every way gives the log-probability of each of their tokens. We and PEFT compute
 in fp32 over the same values. llama.cpp rounds activations to 8 bits over Q4_1 and to fp16 over F16, so it stands apart
@@ -26,7 +26,7 @@ from tests.support.generate import generate
 from tests.support.thorough import THOROUGH
 
 QUESTIONS = ("My parcel has not arrived.", "I was charged twice this month.")[: 2 if THOROUGH else 1]
-STEPS, ANSWER = 2, 16
+STEPS, ANSWER = 2, 16 if THOROUGH else 8
 # Of log-probabilities; measured: 2e-5, 0.2 and 5e-3 at most.
 LIMITS = {"PEFT": 1e-4, "llama.cpp, adapter on Q4_1": 0.4, "llama.cpp, merged F16": 0.015}
 
@@ -34,10 +34,10 @@ Texts = list[tuple[list[int], list[int]]]  # (prompt, answer) in tokens
 
 
 @pytest.fixture(scope="module")
-def run(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(shallow_smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`make train`'s settings, stopped early, with a learning rate that shows within these steps."""
     out = tmp_path_factory.mktemp("smollm2") / "run"
-    settings: dict[str, Any] = {"base": str(smollm2), "out": str(out)}
+    settings: dict[str, Any] = {"base": str(shallow_smollm2), "out": str(out)}
     settings |= {"max_steps": STEPS, "samples": 0, "score": False, "device": "cpu", "compute_dtype": "fp32"}
     settings |= {"lr": 4e-3, "warmup": 0.0, "val_split": 0.0, "tokens_per_step": 64}
     config = Config.load(Path(sample.__file__).with_name("support.yaml"), settings)
@@ -101,7 +101,7 @@ def by_llama_cpp(server: LlamaCpp, texts: Texts) -> torch.Tensor:
     return torch.tensor(found)
 
 
-def test_four_ways(run: Path, tuned: Session, texts: Texts, smollm2: Path, tmp_path: Path) -> None:
+def test_four_ways(run: Path, tuned: Session, texts: Texts, shallow_smollm2: Path, tmp_path: Path) -> None:
     import peft
 
     own = by_us(tuned, texts, adapted=True)
@@ -116,7 +116,7 @@ def test_four_ways(run: Path, tuned: Session, texts: Texts, smollm2: Path, tmp_p
     assert merged.facts["survives"] > 0.99
     ways = {
         "PEFT": by_peft(model, texts),
-        "llama.cpp, adapter on Q4_1": by_llama_cpp(LlamaCpp(smollm2, [lora]), texts),
+        "llama.cpp, adapter on Q4_1": by_llama_cpp(LlamaCpp(shallow_smollm2, [lora]), texts),
         "llama.cpp, merged F16": by_llama_cpp(LlamaCpp(merged.path), texts),
     }
     print(f"{len(own)} tokens, moved by the adapter by {moved.mean():.2f} in the mean and {moved.max():.2f} at most")

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from graftune.batch import Example
 from graftune.errors import GraftuneError
@@ -35,16 +34,20 @@ from tests.support.generate import generate
 LORA = LoraConfig(rank=4, alpha=10.0, targets=("all_linear",))
 
 
-class OwnLayer(LlamaDecoderLayer):
-    """Its rotary tables are of its own width."""
+def own_layer(config: Any, index: int) -> Any:
+    """A layer whose rotary tables have its own head width."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-    def __init__(self, config: Any, index: int):
-        super().__init__(config, index)
-        self.rotary = LlamaRotaryEmbedding(config)
+    class OwnLayer(LlamaDecoderLayer):
+        def __init__(self) -> None:
+            super().__init__(config, index)
+            self.rotary = LlamaRotaryEmbedding(config)
 
-    def forward(self, hidden_states: torch.Tensor, position_ids: Any = None, **more: Any) -> Any:
-        more["position_embeddings"] = self.rotary(hidden_states, position_ids)
-        return super().forward(hidden_states, position_ids=position_ids, **more)
+        def forward(self, hidden_states: torch.Tensor, position_ids: Any = None, **more: Any) -> Any:
+            more["position_embeddings"] = self.rotary(hidden_states, position_ids)
+            return super().forward(hidden_states, position_ids=position_ids, **more)
+
+    return OwnLayer()
 
 
 def theirs(spec: ModelSpec) -> Any:
@@ -55,7 +58,7 @@ def theirs(spec: ModelSpec) -> Any:
         assert sizes is not None and isinstance(layer.feed_forward, GatedSpec)
         config.num_attention_heads, config.num_key_value_heads = sizes.heads, sizes.kv_heads
         config.head_dim, config.intermediate_size = sizes.head_width, layer.feed_forward.ffn
-        layers.append(OwnLayer(config, index))
+        layers.append(own_layer(config, index))
     model.model.layers = torch.nn.ModuleList(layers)
     for layer in layers:
         for weight in layer.parameters():

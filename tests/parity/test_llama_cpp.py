@@ -65,11 +65,14 @@ PLAIN = (
     "Repeat this sentence: Please close the window before it starts to rain.",
     "Repeat this sentence: The museum opens on Tuesday and closes on Sunday.",
 )
-# Share of equal top tokens; of answers equal over 16 tokens. The few questions of a quick run allow for more noise.
-LIMITS = {"open": (0.95, 0.4), "plain": (0.97, 0.75) if THOROUGH else (0.95, 0.5)}
-GREEDY = {"open": 16, "plain": 40 if THOROUGH else 16}  # tokens of an answer; plain ones end early
+# Share of equal top tokens; of answers equal over FIRST tokens. The few questions of a quick run allow for more noise.
+LIMITS = {"open": (0.95, 0.4), "plain": (0.97, 0.75)} if THOROUGH else {"open": (0.9, 0.4), "plain": (0.95, 0.5)}
+GREEDY = (
+    {"open": 16, "plain": 40} if THOROUGH else {"open": 10, "plain": 10}
+)  # tokens of an answer; plain ones end early
 DRAWN = {"open": 10, "plain": 30 if THOROUGH else 16}
-LEAST = {"open": 250, "plain": 1000} if THOROUGH else {"open": 45, "plain": 120}  # positions
+LEAST = {"open": 250, "plain": 1000} if THOROUGH else {"open": 36, "plain": 60}  # positions
+FIRST = 16 if THOROUGH else 10  # tokens of our own greedy answers
 
 
 @dataclass
@@ -84,7 +87,7 @@ class Written:
 
 @pytest.fixture(scope="module")
 def prompts(smollm2_ours: oracle.Ours) -> dict[str, list[list[int]]]:
-    every = {"open": 1, "plain": 1} if THOROUGH else {"open": 5, "plain": 4}
+    every = {"open": 1, "plain": 1} if THOROUGH else {"open": 5, "plain": 7}
     asked = {kind: questions[:: every[kind]] for kind, questions in (("open", OPEN), ("plain", PLAIN))}
     encode = smollm2_ours.base.tokenizer.encode
     turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -166,13 +169,13 @@ def test_first_greedy_tokens(
     stops = smollm2_ours.base.tokenizer.stop_ids
     asked = [(kind, w) for kind, (greedy, _) in written.items() for w in greedy]
     got = generate(
-        smollm2_ours.decoder, [w.prompt for _, w in asked], Sampling(max_new_tokens=16), stops, adapted=False
+        smollm2_ours.decoder, [w.prompt for _, w in asked], Sampling(max_new_tokens=FIRST), stops, adapted=False
     )
     for kind in written:
         same = [
-            answer == [t for t in w.tokens[:16] if t not in stops]
+            answer == [t for t in w.tokens[:FIRST] if t not in stops]
             for answer, (of, w) in zip(got, asked, strict=True)
             if of == kind
         ]
-        print(f"{kind}: same first 16 tokens: {sum(same)} of {len(same)}")
+        print(f"{kind}: same first {FIRST} tokens: {sum(same)} of {len(same)}")
         assert sum(same) >= LIMITS[kind][1] * len(same)

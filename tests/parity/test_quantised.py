@@ -30,7 +30,7 @@ from tests.support.thorough import THOROUGH
 HYPER = {"lr": 2e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-3, "weight_decay": 0.01, "clip": 1.0}
 LORA = LoraConfig(rank=4, alpha=8.0)
 STEPS = 9  # the last has the data of the first
-LAYERS = 30 if THOROUGH else 8  # of the real model, which has 30
+LAYERS = 30 if THOROUGH else 4  # of the real model, which has 30
 
 
 def data(number: int) -> list[Example]:
@@ -206,11 +206,11 @@ def test_adapters_equal_pefts_over_bitsandbytes(bnb, portable):
 
 
 @pytest.fixture
-def real(by_bitsandbytes, smollm2: Path, tmp_path: Path) -> Iterator[tuple[Base, Any]]:
+def real(by_bitsandbytes, shallow_smollm2: Path, tmp_path: Path) -> Iterator[tuple[Base, Any]]:
     """SmolLM2's first layers quantised by bitsandbytes: the folder it wrote, as we open it, and its own model."""
-    source = open_base(str(smollm2))
+    source = open_base(str(shallow_smollm2))
     plain = oracle.smollm2_in_transformers(source)
-    plain.model.layers, plain.config.num_hidden_layers = plain.model.layers[:LAYERS], LAYERS
+    assert len(plain.model.layers) == LAYERS
     plain.save_pretrained(tmp_path / "plain")
     model = by_bitsandbytes(tmp_path / "plain")
     model.save_pretrained(tmp_path / "nf4")
@@ -249,7 +249,7 @@ def test_adapters_of_a_real_model_move_as_pefts_over_bitsandbytes(real):
         turned = max(turned, 1 - float(torch.cosine_similarity(got, want, 0)))
     off = max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True))
     print(f"losses off by {off:.1e}; moves apart by {apart:.1e}, 1 - cosine {turned:.1e}, the least is {least:.1e}")
-    assert wanted[-1] < 0.6 * wanted[0] and least > 1e-4, "steps that move nothing prove nothing"
+    assert wanted[-1] < 0.8 * wanted[0] and least > 1e-4, "steps that move nothing prove nothing"
     # Measured on one thread and on two: 2.7e-5, 6.4e-4, 2.0e-7. A scale of alpha / rank off by 0.1% exceeds all three.
     assert off < 1e-4 and apart < 2e-3 and turned < 2e-6, (off, apart, turned)
 

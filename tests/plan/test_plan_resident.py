@@ -65,12 +65,12 @@ def repeat_layer(folder: Path, layers: int) -> None:
 def test_resident_memory_within_a_tenth(
     model: str, kind: str, tokens: int, samples: int, smollm2: Path, tiny_folder, tmp_path: Path, monkeypatch
 ) -> None:
-    if model == "prequantised":  # of a size that shows beside the process: 60 MiB, which stay in the map
+    if model == "prequantised":  # of a size that shows beside the process: 30 MiB, which stay in the map
         wide = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 1}
         wide |= {"num_attention_heads": 16, "num_key_value_heads": 4}
         monkeypatch.setitem(tiny.VARIANT_OPTIONS, "llama", wide)
         base = written(tiny.make_folder("llama", tmp_path / "plain"), tmp_path / "base", NF4)
-        repeat_layer(base, 10)
+        repeat_layer(base, 5)
     else:
         base = smollm2 if model == "real" else tiny_folder("llama")
     memory = trained(base, tmp_path, kind, tokens, samples)

@@ -462,7 +462,7 @@ def flatten(tree: dict[str, Any], where: str, note: Note | None = None) -> dict[
     flat: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     unknown: list[tuple[str, str]] = []
-    sections, known = _sections(), {leaf.name: leaf.section for leaf in leaves()}
+    sections, known = _sections(), _known()
 
     def put(key: Any, value: Any, section: str = "") -> None:
         shown_key = f"{section}.{key}" if section else str(key)
@@ -552,6 +552,12 @@ def expand_targets(targets: tuple[str, ...], where: str | None = None) -> tuple[
 @functools.cache
 def _sections() -> dict[str, Any]:
     return {f.name: typing.get_type_hints(Config)[f.name] for f in dataclasses.fields(Config)}
+
+
+@functools.cache
+def _known() -> dict[str, str]:
+    """The section of each setting."""
+    return {leaf.name: leaf.section for leaf in leaves()}
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import math
 import types
 import typing
@@ -48,6 +49,7 @@ def checked(f: dataclasses.Field[Any], hint: Any, value: Any, where: str) -> Any
     return value
 
 
+@functools.cache
 def number_or_auto(hint: Any) -> type[int] | type[float] | None:
     """The type of the number, if a field is a number or `auto`."""
     if typing.get_origin(hint) not in (typing.Union, types.UnionType) or AUTO not in typing.get_args(hint):
