@@ -1,11 +1,10 @@
-"""The gated delta rule on a GPU: right, how long forward and backward take, and which tiles are fastest.
+"""The gated delta rule on a GPU: right, and how long forward and backward take.
 
-    python benchmarks/delta.py [--tiles] [--json FILE]
+    python benchmarks/delta.py [--json FILE]
 
 4 documents of 2,048 tokens, 16 key and 32 value heads of 128 in bf16: the shape of Qwen3.5-9B, for which fla publishes
 0.485 + 1.467 ms and FlashQLA 0.167 + 1.259 ms on an H200. Output and gradients are first compared with the reference in
-fp32; a difference of more than 2% is reported, and the exit code is 1. Times are of a CUDA graph. `--tiles` also
-tries every tile of kernels/gated_delta/tiles.py, one kernel at a time, and states kept or computed again.
+fp32; a difference of more than 2% is reported, and the exit code is 1. Times are of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -117,36 +116,8 @@ def by_kernel(rule: Rule, rounds: int = 5) -> dict[str, float]:
     return {name: round(found[name], 1) for name in tiles.TILES if name in found}
 
 
-def try_tiles(bench: Bench, rule: Rule, checked: Rule) -> dict[str, Any]:
-    """Forward and backward with every tile of one kernel, the others as they are: (microseconds, difference)."""
-    found: dict[str, Any] = {}
-
-    def tried(name: str) -> None:
-        found[name] = round(bench.microseconds(rule.both), 1), round(checked.off(), 4)
-        print(f"{name:60}{found[name][0]:>9} us  off {found[name][1]}", flush=True)
-
-    for kernel, choices in list(tiles.TILES.items()):
-        for choice in choices:
-            tiles.TILES[kernel] = (choice,)
-            tried(f"{kernel} {tuple(choice)}")
-        tiles.TILES[kernel] = choices
-    for value in tiles.SOLVE_PRECISIONS[1:]:
-        before, tiles.SOLVE_PRECISIONS = tiles.SOLVE_PRECISIONS, (value,)
-        tried(f"solve in {value}")
-        tiles.SOLVE_PRECISIONS = before
-    for value in (8, 4):
-        tiles.SOLVE_BLOCK = value
-        tried(f"solve blocks of {value}")
-    tiles.SOLVE_BLOCK = 16
-    tiles.KEEP_STATES = not tiles.KEEP_STATES
-    tried(f"states {'kept' if tiles.KEEP_STATES else 'computed again'}")
-    tiles.KEEP_STATES = not tiles.KEEP_STATES
-    return found
-
-
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiles", action="store_true", help="try every tile")
     parser.add_argument("--json", default="", help="a GPU's record, or - to print")
     parser.add_argument("--commit", default="", help="where there is no .git to ask")
     options = parser.parse_args(words)
@@ -161,8 +132,6 @@ def main(words: list[str] | None = None) -> int:
         "around": around(bench, rule),
     }  # fmt: skip
     print(*(f"{name}: {value}" for name, value in found.items()), sep="\n")
-    if options.tiles:
-        found["tiles"] = try_tiles(bench, rule, checked)
     reached = [
         goal("delta rule: difference from the reference", "at most", MOST_OFF, off),
         goal("delta rule, forward and backward, us", "at most", MOST_US, both),

@@ -1,5 +1,5 @@
-"""The delta rule on this GPU: every tile that may be selected against the reference in fp32, captured passes that
-follow changed lengths, no host synchronisation, and the same bits in every run and beside any other document.
+"""The delta rule on this GPU: the kernels against the reference in fp32, captured passes that follow changed lengths,
+no host synchronisation, and the same bits in every run and beside any other document.
 
 Triton has compiled such kernels wrongly on Hopper, in some tiles only, so none is trusted untested.
 """
@@ -13,14 +13,16 @@ import torch
 
 from graftune.kernels import gated_delta, launch
 from graftune.kernels.attention import Documents
-from graftune.kernels.gated_delta import tiles
 from tests.kernels.test_gated_delta_kernel import SCALE, Case, Inputs, inputs, off, run
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (300, 1, 77, 0, 128, 63, 64, 65, 513, 0)
 HEADS = Case(LENGTHS, 2, 4, 128, 128)
 CLOSE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
-CHOICES = [(kernel, choice) for kernel, choices in tiles.TILES.items() for choice in choices]
+CLOSE_GRADS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-5}
+# A token's decay is a sum over the tokens behind it, whose terms nearly cancel: rounding counts several times. Products
+# in fp16 on a CPU show the same factor.
+CLOSE_DECAY = {torch.bfloat16: 6e-2, torch.float16: 8e-3, torch.float32: 4e-5}
 
 
 def check(monkeypatch: pytest.MonkeyPatch, case: Case, dtype: torch.dtype = torch.bfloat16, slow: bool = True) -> None:
@@ -34,23 +36,18 @@ def check(monkeypatch: pytest.MonkeyPatch, case: Case, dtype: torch.dtype = torc
             want, want_final, want_grads = run(case, Inputs(*(y.float() for y in x)))
         assert off(got, want) < CLOSE[dtype] and off(final, want_final) < CLOSE[dtype]
         for name, ours, right in zip(Inputs._fields, grads, want_grads, strict=False):
-            assert off(ours, right) < 2 * CLOSE[dtype], (seed, name)
+            assert off(ours, right) < (CLOSE_DECAY if name == "decay" else CLOSE_GRADS)[dtype], (seed, name)
         for first, second in zip((got, final, *grads), (got2, final2, *grads2), strict=True):
             assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("kernel", "choice"), CHOICES)
-def test_every_tile_is_right(monkeypatch, kernel, choice, dtype):
-    monkeypatch.setitem(tiles.TILES, kernel, (choice,))
+@pytest.mark.parametrize("dtype", list(CLOSE))
+def test_kernels_are_the_reference(monkeypatch, dtype):
     check(monkeypatch, HEADS, dtype)
 
 
-@pytest.mark.parametrize("precision", tiles.SOLVE_PRECISIONS)
-def test_every_precision_of_the_systems_is_enough(monkeypatch, precision):
-    """Also for keys that are nearly the same, whose systems are the worst."""
-    monkeypatch.setattr(tiles, "SOLVE_PRECISIONS", (precision,))
-    check(monkeypatch, HEADS)
+def test_keys_that_are_nearly_the_same(monkeypatch):
+    """Their systems are the worst."""
     x = inputs(HEADS, torch.bfloat16, "cuda", slow=True)
     x = x._replace(k=(x.k[:1].float() + 0.1 * x.k.float()).to(x.k.dtype))
     got, _, _ = run(HEADS, x)
@@ -59,7 +56,6 @@ def test_every_precision_of_the_systems_is_enough(monkeypatch, precision):
     assert off(got, want) < 5e-2
 
 
-@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("slow", [False, True])
 @pytest.mark.parametrize(
     "case",
@@ -73,13 +69,8 @@ def test_every_precision_of_the_systems_is_enough(monkeypatch, precision):
         Case((1,), 1, 1, 16, 16),
     ],
 )
-def test_shapes(monkeypatch, case, slow, keep):
-    monkeypatch.setattr(tiles, "KEEP_STATES", keep)
+def test_shapes(monkeypatch, case, slow):
     check(monkeypatch, case, slow=slow)
-
-
-def test_fp32(monkeypatch):
-    check(monkeypatch, HEADS, torch.float32)
 
 
 def test_documents_do_not_see_each_other():

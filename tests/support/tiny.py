@@ -347,8 +347,18 @@ def hf_config(variant: str) -> Any:
 
     options = config(variant)
     del options["model_type"]
-    kind = VISION[variant][0] if variant in VISION else FAMILIES[variant.partition("-")[0]][0]
-    return getattr(transformers, kind)(**options)
+    return getattr(transformers, _config_class(variant))(**options)
+
+
+def in_transformers(variant: str) -> bool:
+    """An older version does not have every family."""
+    import transformers
+
+    return hasattr(transformers, _config_class(variant))
+
+
+def _config_class(variant: str) -> str:
+    return VISION[variant][0] if variant in VISION else FAMILIES[variant.partition("-")[0]][0]
 
 
 def hf_model(variant: str, seed: int = 0) -> Any:

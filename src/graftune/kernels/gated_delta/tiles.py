@@ -3,9 +3,9 @@
 A chunk is up to 64 tokens of one document. The tables have a fixed capacity and are computed on the device from the
 document boundaries, once for each pass, so that a captured pass can be replayed with other documents.
 
-All tiles that may be selected are in `TILES`, because Triton has compiled such kernels wrongly on Hopper (heads of 128
-in halves of 64 before Triton 3.7.1; some four-warp variants): tests/gpu/test_gated_delta.py compares each of them with
-the reference on the device. A key head is always one tile, never divided.
+Triton has compiled such kernels wrongly on Hopper (heads of 128 in halves of 64 before Triton 3.7.1; some four-warp
+variants), so tests/gpu/test_gated_delta.py compares each of them with the reference on the device. A key head is always
+one tile, never divided.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ from graftune.kernels import launch
 from graftune.kernels.attention import Documents
 
 CHUNK = 64
-# Whether the forward keeps what its chunks have written, read and started from, for the backward. For 8,192 tokens and
-# 32 value heads of 128 that is 0.27 GB in each layer; without it the backward runs `factors` and `scan` again.
-KEEP_STATES = False
 
 
 class DeltaTile(NamedTuple):
@@ -32,34 +29,26 @@ class DeltaTile(NamedTuple):
     stages: int
 
 
-# By kernel; the first tile is used. Kernels are described in kernel.py.
+# By kernel (kernel.py describes them), the fastest of those tried on an H200; docs/lessons.md has the times.
 TILES = {
-    "solve": (DeltaTile(0, 4, 1), DeltaTile(0, 8, 1)),  # has no columns of values
-    "factors": (DeltaTile(64, 4, 1), DeltaTile(128, 4, 1), DeltaTile(128, 8, 1)),
-    "scan": (DeltaTile(64, 4, 2), DeltaTile(32, 4, 2), DeltaTile(32, 4, 3), DeltaTile(64, 8, 2), DeltaTile(64, 4, 1)),
-    "output": (DeltaTile(64, 4, 1), DeltaTile(128, 4, 1), DeltaTile(128, 8, 1)),
-    "local": (DeltaTile(64, 4, 1), DeltaTile(128, 4, 1), DeltaTile(128, 8, 1)),
-    "scan_back": (
-        DeltaTile(128, 8, 2),
-        DeltaTile(64, 4, 1),
-        DeltaTile(64, 4, 2),
-        DeltaTile(32, 4, 2),
-        DeltaTile(128, 8, 1),
-    ),
-    "grad_values": (DeltaTile(64, 4, 1), DeltaTile(128, 4, 1), DeltaTile(128, 8, 1), DeltaTile(64, 8, 1)),
-    "grad_queries": (DeltaTile(64, 4, 1), DeltaTile(64, 8, 1), DeltaTile(128, 4, 1), DeltaTile(128, 8, 1)),
-    "grad_keys": (DeltaTile(64, 4, 1), DeltaTile(64, 8, 1), DeltaTile(32, 4, 1), DeltaTile(128, 8, 1)),
+    "solve": DeltaTile(0, 4, 1),  # has no columns of values
+    "factors": DeltaTile(64, 4, 1),
+    "scan": DeltaTile(64, 4, 2),
+    "output": DeltaTile(64, 4, 1),
+    "local": DeltaTile(64, 4, 1),
+    "scan_back": DeltaTile(128, 8, 2),
+    "grad_values": DeltaTile(128, 4, 1),
+    "grad_queries": DeltaTile(64, 4, 1),
+    "grad_keys": DeltaTile(64, 4, 1),
 }
 FP32_TILE = DeltaTile(32, 8, 1)  # products in fp32 do not use tensor cores, and their tiles take twice the memory
-# How the inverted blocks of 16 tokens are joined for 16-bit inputs; the first is used. The blocks themselves are fp32,
-# and the result is rounded to 16 bits. "tf32x3" is nearly fp32, but takes three times the products and more registers.
-SOLVE_BLOCK = 16
-SOLVE_PRECISIONS = ("tf32", "tf32x3")
+SOLVE_BLOCK = 8  # tokens of a block that is inverted row by row, in fp32
+SOLVE_PRECISION = "tf32"  # in which they are joined for 16-bit inputs; the result is rounded to 16 bits
 
 
 def tile(kernel: str, v: torch.Tensor) -> DeltaTile:
     """The tile of a kernel for values like these. Its columns are a power of two, possibly wider than the head."""
-    found = FP32_TILE if v.dtype == torch.float32 else TILES[kernel][0]
+    found = FP32_TILE if v.dtype == torch.float32 else TILES[kernel]
     return found._replace(columns=min(found.columns, launch.power_of_two(v.shape[2], 16)))
 
 
