@@ -7,6 +7,7 @@ package; what the model has to write after that prompt is stated by `Spec.answer
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import re
@@ -56,7 +57,10 @@ TAGS = {
     "colon": ("<seed:think>", "</seed:think>\n"),
     "pipes": ("<|START_THINKING|>", "<|END_THINKING|>"),
     "channel": ("<|channel>thought\n", "<channel|>"),
+    "braces": ("{think}", "{/think}"),
+    "heading": ("### Thinking\n", "\n### Reply\n"),
 }
+UNTAGGED = ("braces", "heading")  # texts that do not look like tags
 KEYS = ("reasoning_content", "reasoning", "thinking")
 DEFAULT = "You are a made-up helper."
 ROLE = re.compile(r"assistant|model|ASSISTANT|Answer")
@@ -91,7 +95,7 @@ class Spec:
         field = draw.choice(("none", "none", "shown", "always", "fresh")) if not plain else "none"
         inline = draw.choice(("raw", "raw", "split", "cut", "cut_old")) if not plain else "raw"
         calls = draw.choice(("none", "whole", "wrapped", "xml"))
-        return Spec(
+        made = Spec(
             style,
             bos=draw.random() < 0.5,
             default_system=draw.random() < 0.3,
@@ -112,6 +116,9 @@ class Spec:
             result=draw.choice(("own", "user")),
             beside=field in ("shown", "always") and draw.random() < 0.08,
         )
+        if made.tag in UNTAGGED and made.field == "none" and made.block == "closes":
+            return dataclasses.replace(made, block="empty")  # nothing would say how a block is opened
+        return made
 
     # The template, as Jinja.
 
@@ -252,6 +259,8 @@ class Spec:
             or (self.system == "refused" and roles[:2] == ["system", "assistant"])
             or (twice and self.twice == "joined" and self.style == "channels")
             or (self.block == "opens" and not self.closes_known)
+            # Nothing says whether a text without tags that the prompt adds is an open block or a closed one.
+            or (self.block in ("empty", "closes") and self.tag in UNTAGGED and not self.closes_known)
             or (twice and self.twice == "other_end" and (self.when != "always" or self.style == "inst"))
         )
 

@@ -97,6 +97,17 @@ def test_a_block_that_the_prompt_opens_needs_no_tags(opening: str, close: str, t
     assert CLOSED_AT_ONCE in data.summary.notes
 
 
+@pytest.mark.parametrize(("opening", "close"), [("{think}", "{/think}"), ("### Thinking\\n", "### Answer")])
+def test_a_text_without_tags_that_the_source_names_closes_the_block(opening: str, close: str, tmp_path: Path) -> None:
+    source = prompting(
+        f"<|im_start|>assistant\n{opening}", CHATML.replace("m.content", f"m.content.split('{close}')[-1]")
+    )
+    data = prepared(tmp_path, {"messages": turns("a", "b")}, with_template(source))
+    assert [run.replace("\n", "") for run in all_runs(data)] == [f"{close}b<|im_end|>"]
+    closed = source.replace(opening, opening + close)
+    assert all_runs(prepared(tmp_path, {"messages": turns("a", "b")}, with_template(closed))) == ["b<|im_end|>"]
+
+
 def test_a_block_that_nothing_closes_is_refused(tmp_path: Path) -> None:
     for opening in ("<thought>\n", "Here is how I reason:\n"):
         chat = with_template(prompting(f"<|im_start|>assistant\n{opening}"))

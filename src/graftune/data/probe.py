@@ -13,7 +13,8 @@ again with a system turn, with tools, and with both.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from graftune.data.format import (
@@ -25,7 +26,7 @@ from graftune.data.format import (
     special_tokens,
     thinking_parts,
 )
-from graftune.data.header import align, borders, shared_start, units
+from graftune.data.header import align, borders, shared_header, shared_start, units
 from graftune.data.record import Message
 from graftune.data.row import quoted
 from graftune.data.tags import TAG, is_pair, tag_kind, unclosed
@@ -48,6 +49,7 @@ _TOOL = {
     },
 }
 MOST_TAGS = 64  # of a template's source that are tried
+_LITERAL = re.compile(r"""(["'])((?:\\.|(?!\1)[^\\])*)\1""", re.DOTALL)  # in a template's source
 
 Render = Callable[..., str | None]
 
@@ -99,6 +101,9 @@ def probe(
     prompt = (rendered([*head, _asked("")[0]], tools, True) or "").rpartition(_ASK)[2]
     plain = first[first.rfind(_ASK) + len(_ASK) : first.rfind(ANSWERS[0])]
     reasoning = _reasoning(rendered, head, tools, (prompt, plain), getattr(renderer, "source", ""))
+    # Texts around reasoning that do not look like tags are aligned as whole ones too.
+    texts = (text for text in reasoning.tags if text and not TAG.search(text))
+    control = tuple(sorted({*control, *texts}, key=len, reverse=True))
     token = append or special_tokens(tokenizer).get(-1 if end_id is None else end_id, end)
     notes += _added(rendered, head, tools, reasoning, token, control)
     return ChatFormat(
@@ -309,15 +314,16 @@ def _reasoning(
     prompt, plain = header
     aligned = align(prompt, plain, ())
     names = list(dict.fromkeys(TAG.findall(source)))[:MOST_TAGS]
+    literals = {text.replace("\\n", "\n").strip() for _, text in _LITERAL.findall(source)} - {""}
     opening = aligned.extra
     left = unclosed(opening)
     for key in REASONING_KEYS:
         shown = rendered([*head, *_asked(ANSWERS[0], **{key: _WHY})], tools) or ""
-        if (found := _block(shown, prompt, plain[aligned.end :], opening)) is not None:
+        if (found := _block(shown, prompt, plain, plain[aligned.end :], literals)) is not None:
             return Reasoning(key, *found)
     as_part = [*thinking_parts(_WHY), *in_parts(ANSWERS[0])]
     shown = (rendered([*head, *_asked(as_part)], tools) if "thinking" in source else None) or ""
-    found = _block(shown, prompt, plain[aligned.end :], opening)
+    found = _block(shown, prompt, plain, plain[aligned.end :], literals)
     if found and any(is_pair(tag, close) for tag in TAG.findall(found[0]) for close in TAG.findall(found[1])):
         return Reasoning("", *found, part=True)
     for close in names:
@@ -331,7 +337,7 @@ def _reasoning(
         raw = f"{_WHY}{close}{ANSWERS[0]}" in shown
         if (
             not raw
-            and (found := _block(shown, prompt, plain[aligned.end :], opening)) is not None
+            and (found := _block(shown, prompt, plain, plain[aligned.end :], literals)) is not None
             and close in found[1]
         ):
             return Reasoning("", *found)
@@ -339,7 +345,9 @@ def _reasoning(
             before = opening[opening.rindex(left) :] if left else before
             return Reasoning("", before, _as_wide(close, opening or before))
         return Reasoning()
-    if not (tags := TAG.findall(opening)) or "<think>" in tags or "</think>" in tags:
+    if not (tags := TAG.findall(opening)):
+        return _untagged(rendered, head, tools, opening, literals) if opening.strip() else Reasoning()
+    if "<think>" in tags or "</think>" in tags:
         return Reasoning()
     if not left:  # the prompt opens the block and closes it
         place = opening.index(tags[-1])
@@ -348,23 +356,46 @@ def _reasoning(
     return Reasoning("", opening[opening.rindex(left) :], close and _as_wide(close, opening))
 
 
-def _block(shown: str, prompt: str, own: str, given: str) -> tuple[str, str] | None:
-    """The text before and after reasoning in a rendered answer; None if it is not rendered before the answer. `given`:
-    what the prompt has beyond the header of an answer without reasoning."""
+def _block(shown: str, prompt: str, plain: str, own: str, literals: Collection[str]) -> tuple[str, str] | None:
+    """The text before and after reasoning in a rendered answer; None if it is not rendered before the answer. `plain`:
+    the header of an answer without reasoning, `own` the end of it that the prompt does not have, `literals` the
+    texts in the template's source."""
     why, answer = shown.rfind(_WHY), shown.rfind(ANSWERS[0])
     asked = shown.rfind(_ASK, 0, why) + len(_ASK)
     if not len(_ASK) <= asked <= why < answer:
         return None
-    before = shown[asked:why]
-    opening = before[align(prompt, before, ()).end :]
-    after = shown[why + len(_WHY) : answer]
+    before, after = shown[asked:why], shown[why + len(_WHY) : answer]
+    close = after.removesuffix(own) if after.removesuffix(own).strip() else after  # the answer may have an own opening
     # Beside the tag there may be a header that the prompt does not have, or the prompt may have the tag too.
-    pairs = [tag for tag in TAG.finditer(before) for close in TAG.findall(after) if is_pair(tag[0], close)]
-    opening = before[pairs[-1].start() :] if pairs else opening
-    if not opening.strip() and given.strip() and before.rstrip().endswith(given.strip()):
-        opening = given  # the prompt opens the block, with a text that does not look like a tag
-    without = after.removesuffix(own)  # the answer may have an opening of its own
-    return opening, without if without.strip() else after
+    pairs = [tag for tag in TAG.finditer(before) for end in TAG.findall(after) if is_pair(tag[0], end)]
+    if pairs:
+        return before[pairs[-1].start() :], close
+    tagged = TAG.search(close)
+    # Without tags, the prompt may end with the whole block.
+    asked_for = prompt if tagged else prompt.rstrip().removesuffix(close.strip() or "\0")
+    opening = before[align(asked_for, before, ()).end :]
+    if not opening.strip() and len(plain) < len(before):
+        opening = before[shared_header(plain, before) :]
+    # Where the header cannot be told from it, the template's source may have it as a text of its own.
+    named = [text for text in literals if len(text) > 2 and not TAG.search(text) and before.rstrip().endswith(text)]
+    if not tagged and named:
+        opening = min([*named, opening.strip() or before], key=len)
+    return opening, close
+
+
+def _untagged(
+    rendered: Render, head: list[Message], tools: list[Any] | None, opening: str, literals: Collection[str]
+) -> Reasoning:
+    """The block that a prompt opens with a text that does not look like a tag. What closes it is a text of the
+    template's source that is not printed as it is where it stands in an answer."""
+    for close in sorted(literals, key=lambda text: (len(text), text))[:MOST_TAGS]:
+        inner = f"{_WHY}\n\n{close}\n\n{ANSWERS[0]}"  # no template writes it like this
+        shown = rendered([*head, *_asked(f"{opening}{inner}")], tools) or inner
+        later = rendered([*head, *_asked(f"{opening}{inner}"), *_asked(ANSWERS[1])], tools) or inner
+        if len(close) > 1 and not (inner in shown and inner in later):
+            before, found, _ = opening.partition(close)
+            return Reasoning("", before if found else opening, _as_wide(close, opening))
+    return Reasoning()
 
 
 def _as_wide(close: str, opening: str) -> str:
