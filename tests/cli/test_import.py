@@ -234,6 +234,46 @@ def test_a_script_has_the_defaults_of_what_it_calls(tmp_path: Path) -> None:
         assert found["rank"] == 4 and found["alpha"] == 8.0 and "dropout" not in found and found["weight_decay"] == 0.0
 
 
+COMPUTING = """
+micro, gpus = 2, 4
+steps = 64 // (4 * 4)
+cfg = dict(r=4, lora_alpha=64)
+cfg["lora_dropout"] = 0.25
+more = {"learning_rate": 3e-4, **{"num_train_epochs": 2}}
+model = FastLanguageModel.from_pretrained("a/b")
+model = FastLanguageModel.get_peft_model(model, **cfg)
+SFTTrainer(model, args=SFTConfig(per_device_train_batch_size=2, gradient_accumulation_steps=steps, **more))
+"""
+
+
+def test_settings_of_a_script_that_are_computed(tmp_path: Path) -> None:
+    """Dicts and arithmetic of the script are read. Where a value is not known, it is listed, and no default of the
+    tool's takes its place."""
+    (path := tmp_path / "a.py").write_text(COMPUTING)
+    found = converting.convert(read_tool_file(str(path))).settings
+    assert (found["rank"], found["alpha"], found["dropout"]) == (4, 64, 0.25)
+    assert found["lr"] == 3e-4 and found["epochs"] == 2 and found["tokens_per_step"] == 2 * 4 * 512
+    text = COMPUTING.replace("64 // (4 * 4)", "64 // count()").replace("lora_alpha=64", "lora_alpha=f()")
+    path.write_text(text.replace("**more", "**more()"))
+    made = converting.convert(read_tool_file(str(path)))
+    left = dict(made.left_out)
+    assert not {"alpha", "tokens_per_step"} & made.settings.keys()
+    assert "computed" in left["lora_alpha"] and "alpha is left at 0" in left["lora_alpha"]
+    assert "tokens_per_step is left at auto" in left["gradient_accumulation_steps"]
+    assert "another factor" in left["per_device_train_batch_size"] and "**more()" in left
+    path.write_text(COMPUTING + "\ncfg.update(lora_alpha=1)\n")
+    assert "**cfg" in dict(converting.convert(read_tool_file(str(path))).left_out)
+
+
+def test_names_of_projects_and_flags_of_launchers_are_listed(tmp_path: Path) -> None:
+    found = converted({"wandb_project": "mine", "report_to": ["wandb", "tensorboard"]}, "trl")
+    left = dict(found.left_out)
+    assert found.settings["track"] == "wandb" and "'mine'" in left["wandb_project"]
+    assert "tensorboard is left out" in left["report_to"]
+    (path := tmp_path / "a.sh").write_text("torchrun --nproc_per_node 4 sft.py --model_name_or_path a/b --use_peft\n")
+    assert [name for name, _ in read_tool_file(str(path)).left_out] == ["nproc_per_node"]
+
+
 TRAINER, PEFT = converting._TRAINER, converting._PEFT
 SOURCES: list[tuple[str, str, str, dict[str, Any]]] = [
     (

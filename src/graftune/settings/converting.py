@@ -20,7 +20,7 @@ from graftune.errors import GraftuneError
 from graftune.settings import other_tools
 from graftune.settings.config import TARGET_SHORTHANDS, Config, is_target, leaves
 from graftune.settings.tool_data import DATA_NAMES, convert_data
-from graftune.settings.tool_files import ToolFile, preference
+from graftune.settings.tool_files import COMPUTED, ToolFile, preference
 
 TITLES = {"axolotl": "Axolotl", "llama-factory": "LLaMA-Factory", "trl": "TRL", "unsloth": "Unsloth"}
 MANY_EPOCHS = 1000.0
@@ -119,7 +119,10 @@ class Conversion:
 
 def convert(file: ToolFile) -> Conversion:
     """All settings of a file that have a counterpart, and the reasons why others have none."""
-    result = Conversion(file, left_out=list(file.left_out))
+    result = Conversion(file)
+    for name, reason in file.left_out:
+        ours = _OF_RULES.get(_rule(name), _rule(name).partition("=")[0]) if reason == COMPUTED else ""
+        result.leave(name, reason, ours if ours in _OURS else "")
     for name, value in sorted(file.given.items(), key=lambda item: "=" not in _rule(item[0])):
         plain, rule = other_tools.plain(str(name)), _rule(name)
         if plain in DATA_NAMES[file.tool] or rule in ("batch", "warmup_steps"):
@@ -188,6 +191,10 @@ def _tracker(result: Conversion, name: str, value: Any) -> None:
     known = [tracker for one in asked for tracker in _TRACKERS if tracker in one]
     if known:
         result.put("track", known[0], name)
+        if len(known) > 1:
+            result.leave(name, f"one tracker is written to; {', '.join(known[1:])} is left out")
+        if plain != "report_to" and isinstance(value, str):
+            result.leave(name, f"the name {value!r} is not taken: figures go into the project graftune")
     elif asked == ["none"]:
         result.off.append(name)
     if asked != ["none"] and len(known) < len(asked):
@@ -241,6 +248,11 @@ _FUNCTIONS: dict[str, Callable[[Conversion, str, Any], None]] = {
     "tracker": _tracker,
     "training_method": _training_method,
 }
+# The setting that a rule of several names or of a function decides.
+_OF_RULES = {
+    **{"batch": "tokens_per_step", "warmup_steps": "warmup", "least_lr": "min_lr", "precision": "compute_dtype"},
+    **{"tracker": "track", "training_method": "method", "jinja_file": "template"},
+}
 _MEANT_FALSE = {"use_peft", "use_lora", "enable_thinking", "thinking"}  # names whose `false` is a setting
 
 
@@ -261,7 +273,11 @@ def _steps(result: Conversion) -> None:
         elif rule == "batch" and isinstance(value, int) and value > 0:
             sizes[name] = value
         elif rule == "batch":
-            result.leave(name)
+            result.leave(name, "", "tokens_per_step")
+    if "tokens_per_step" in result.not_taken:  # a product of which a factor is not known
+        for name in sizes:
+            result.leave(name, "another factor of the batch is not known", "tokens_per_step")
+        return
     for kind, size in zip(("batch", "accumulation"), defaults["batch"], strict=True):
         if not any(kind in name for name in sizes):
             sizes[f"{result.title}'s default {kind}"] = size

@@ -8,6 +8,7 @@ that only running the script would give is reported as such.
 from __future__ import annotations
 
 import ast
+import operator
 import re
 import shlex
 from collections.abc import Iterator
@@ -117,6 +118,8 @@ def _command_line(path: str) -> ToolFile:
         )
     start = _after_command(words, path)
     found = ToolFile(path, "llama-factory" if {"llamafactory-cli", "lmf"} & set(words[:start]) else "")
+    for name, _ in _flags([word for word in words[:start] if not word.endswith(".py")]):
+        found.left_out.append((name, other_tools.answer(name, flags=False) or "it is a flag of the launcher"))
     for name, values in _flags(words[start:]):
         if name == "config" and isinstance(values, str):
             beside = next((p for p in (Path(values), Path(path).parent / values) if p.is_file()), Path(values))
@@ -230,11 +233,13 @@ def _read_call(found: ToolFile, call: ast.Call, function: str, constants: dict[s
         found.given.setdefault(_SWITCHES[function], True)
     second = function == "load_dataset" and "dataset_name" in found.given
     positional = zip(_CALLS[function], call.args, strict=False)
-    keywords = [(keyword.arg, keyword.value) for keyword in call.keywords]
+    keywords = list[tuple[str, ast.expr]]()
+    for keyword in call.keywords:
+        try:
+            keywords += [(keyword.arg, keyword.value)] if keyword.arg else _entries(keyword.value, constants).items()
+        except _Unknown:
+            found.left_out.append((f"**{ast.unparse(keyword.value)}", f"what it holds is not known: {COMPUTED}"))
     for name, node in [*positional, *keywords]:
-        if name is None:
-            found.left_out.append((f"**{ast.unparse(node)}", COMPUTED))
-            continue
         name = _RENAMED.get(name, name) if function == "load_dataset" else name
         try:
             value = _value(node, constants)
@@ -249,12 +254,48 @@ def _read_call(found: ToolFile, call: ast.Call, function: str, constants: dict[s
 
 
 def _constants(tree: ast.Module) -> dict[str, ast.expr]:
-    """The values that the script assigns to names, the last of each."""
+    """The values that the script assigns to names, the last of each, with the entries that it adds to a dict. A name
+    whose object is changed by a method has no known value."""
     found: dict[str, ast.expr] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            found[node.targets[0].id] = node.value
+        target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
+        if isinstance(node, ast.AnnAssign) and node.value is not None:
+            target = node.target
+        if isinstance(target, ast.Name):
+            found[target.id] = node.value  # type: ignore[attr-defined]
+        elif isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name) and target.value.id in found:
+            before = found[target.value.id]
+            found[target.value.id] = ast.Dict([None, target.slice], [before, node.value])  # type: ignore[attr-defined]
+    changed = [_name(call.func.value) for call in _calls(tree) if isinstance(call.func, ast.Attribute)
+               and call.func.attr in ("update", "setdefault", "pop", "append", "extend")]  # fmt: skip
+    changed += [_name(node.target) for node in ast.walk(tree) if isinstance(node, ast.AugAssign)]
+    return {name: value for name, value in found.items() if name not in changed}
+
+
+def _entries(node: ast.expr, constants: dict[str, ast.expr], depth: int = 5) -> dict[str, ast.expr]:
+    """The names and values of `**node`."""
+    if not depth:
+        raise _Unknown
+    if isinstance(node, ast.Name) and node.id in constants:
+        return _entries(constants[node.id], constants, depth - 1)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        return _entries(node.left, constants, depth - 1) | _entries(node.right, constants, depth - 1)
+    pairs: list[tuple[ast.expr | None, ast.expr]]
+    if isinstance(node, ast.Dict):
+        pairs = list(zip(node.keys, node.values, strict=True))
+    elif isinstance(node, ast.Call) and _name(node.func) == "dict" and len(node.args) < 2:
+        given = [(ast.Constant(keyword.arg) if keyword.arg else None, keyword.value) for keyword in node.keywords]
+        pairs = [*((None, argument) for argument in node.args), *given]
+    else:
+        raise _Unknown
+    found: dict[str, ast.expr] = {}
+    for key, value in pairs:
+        found |= _entries(value, constants, depth - 1) if key is None else {str(_value(key, constants)): value}
     return found
+
+
+_ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv}
+_ARITHMETIC |= {ast.Div: operator.truediv}
 
 
 def _value(node: ast.expr, constants: dict[str, ast.expr], depth: int = 5) -> Any:
@@ -262,6 +303,14 @@ def _value(node: ast.expr, constants: dict[str, ast.expr], depth: int = 5) -> An
         return _value(constants[node.id], constants, depth - 1)
     if isinstance(node, ast.Attribute) and _name(node.value) == "torch":
         return node.attr  # torch.bfloat16
+    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC and depth:
+        sides = [_value(side, constants, depth - 1) for side in (node.left, node.right)]
+        if not all(type(side) in (int, float) and abs(side) < 1e9 for side in sides):
+            raise _Unknown
+        try:
+            return _ARITHMETIC[type(node.op)](*sides)
+        except ZeroDivisionError:
+            raise _Unknown from None
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
