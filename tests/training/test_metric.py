@@ -92,7 +92,26 @@ def test_where_every_call_fails_the_loss_decides(tiny_folder, tmp_path: Path, fi
     assert all((e["metrics"], e["metric_records"], e["metric_failed"]) == ({}, 2, 2) for e in evals(events))
     said = [e["text"] for e in events if e["event"] == "warning"]
     assert len(said) == 5 and "failed for 2 of 2 answers; there is no mean; first in row" in said[0]
-    assert "RuntimeError: never (line 29 of measure.py)" in said[0] and "the validation loss says here" in said[0]
+    assert "RuntimeError: never (line 29 of measure.py)" in said[0] and "fewer failed calls counts as better" in said[0]
+
+
+def test_a_mean_over_the_easy_answers_does_not_win(tiny_folder, tmp_path: Path, file: Path) -> None:
+    """At step 2 the metric fails for one of two answers, and its mean over the other one is the largest."""
+    with file.open("a") as source:
+        source.write(
+            "\ncalls = [0]\n\ndef picky():\n    calls[0] += 1\n"
+            "    if calls[0] == 6:\n        raise ValueError('no number')\n"
+            "    return 9 if calls[0] == 5 else 1 + calls[0] // 7\n"
+        )
+    more = {"metric": f"{file}:picky", "metric_records": 2, "max_steps": 3, "eval_every": 1, "metric_goal": "max"}
+    result, events = run(tiny_folder, tmp_path / "run", **more)
+    assert [(e["metrics"]["picky"], e.get("metric_failed", 0)) for e in evals(events)] == [
+        (1, 0),
+        (1, 0),
+        (9, 1),
+        (2, 0),
+    ]
+    assert result.summary["best_step"] == 3 and result.summary["metric"]["best"] == 2
 
 
 def scores_of(metric: str, answers: list[str], seconds: float = 10.0) -> Any:
@@ -162,13 +181,16 @@ def test_a_metric_that_cannot_be_used_is_refused_at_once(file: Path, metric: str
 
 
 def test_which_evaluation_is_better() -> None:
-    best = Progress(best_loss=1.0, best_step=1, best_metric=0.5)
-    assert is_better(best, 2.0, 0.6, "max") and not is_better(best, 0.1, 0.4, "max")
-    assert is_better(best, 2.0, 0.4, "min") and not is_better(best, 0.1, 0.6, "min")
-    assert is_better(best, 0.9, 0.5, "max") and not is_better(best, 1.1, 0.5, "max"), "equal: by the loss"
-    assert is_better(best, 0.9, None, "max") and not is_better(best, 1.1, None, "max"), "unknown: by the loss"
-    assert is_better(Progress(best_loss=1.0, best_step=1), 2.0, 0.1, "max"), "known for the first time"
-    assert is_better(Progress(), math.inf, None, "max")
+    best = Progress(best_loss=1.0, best_step=1, best_metric=0.5, best_failed=2)
+    assert is_better(best, 2.0, 0.6, 2, "max") and not is_better(best, 0.1, 0.4, 2, "max")
+    assert is_better(best, 2.0, 0.4, 2, "min") and not is_better(best, 0.1, 0.6, 2, "min")
+    assert is_better(best, 0.9, 0.5, 2, "max") and not is_better(best, 1.1, 0.5, 2, "max"), "equal: by the loss"
+    assert is_better(best, 2.0, 0.1, 1, "max") and not is_better(best, 0.1, 0.9, 3, "max"), "fewer failed calls"
+    assert not is_better(best, 0.1, None, 9, "max"), "every call failed"
+    every = Progress(best_loss=1.0, best_step=1, best_failed=9)
+    assert is_better(every, 0.9, None, 9, "max") and not is_better(every, 1.1, None, 9, "max"), "both: by the loss"
+    assert is_better(every, 2.0, 0.1, 3, "max"), "known for the first time"
+    assert is_better(Progress(), math.inf, None, 0, "max")
 
 
 def test_eval_measures_answers(tiny_folder, tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]) -> None:

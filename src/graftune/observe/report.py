@@ -95,7 +95,7 @@ def document(folder: Path) -> dict[str, Any]:
         "memory": _last(events, "memory"),
         "end": {key: end.get(key) for key in ("peak_device_memory", "peak_memory")} if end else None,
         "curves": _curves(done),
-        "evals": [{name: e.get(name) for name in ("step", "loss", "metrics")} for e in evals(events)],
+        "evals": [{name: e.get(name) for name in ("step", "loss", "metrics", "metric_failed")} for e in evals(events)],
         "marks": resume_marks(events),
         "samples": _samples(events),
         "warnings": warnings[-MOST_WARNINGS:],

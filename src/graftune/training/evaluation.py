@@ -40,7 +40,7 @@ class Evaluation(Hook):
         if scores is not None:
             self._report_faults(state, scores)
         p.last_eval = p.step
-        self._count(state, result, None if scores is None else scores.value)
+        self._count(state, result, scores)
         for hook in state.hooks:
             hook.evaluated(state, result)
         state.stop.signal = max(state.ranks.gather(state.stop.signal))  # all ranks stop, or none
@@ -48,21 +48,27 @@ class Evaluation(Hook):
 
     def finish(self, state: RunState) -> dict[str, Any]:
         p = state.progress
-        return {"metric": {"name": self.name, "start": p.first_metric, "best": p.best_metric}} if self.name else {}
+        failed = {"failed": p.best_failed} if p.best_failed else {}
+        return (
+            {"metric": {"name": self.name, "start": p.first_metric, "best": p.best_metric} | failed}
+            if self.name
+            else {}
+        )
 
     def close(self, state: RunState) -> None:
         if self.metric is not None:
             self.metric.close()
 
-    def _count(self, state: RunState, result: EvalResult, value: float | None) -> None:
-        """Compare this step with the best one so far. `value`: of the metric."""
+    def _count(self, state: RunState, result: EvalResult, scores: Scores | None) -> None:
+        """Compare this step with the best one so far."""
         p, goal = state.progress, state.config.run.metric_goal
+        value, failed = (None, 0) if scores is None else (scores.value, scores.failed)
         if p.step == 0:
             p.first_loss = result.loss if math.isfinite(result.loss) else None  # as in the log
             p.first_metric = value
-        elif math.isfinite(result.loss) and is_better(p, result.loss, value, goal):
+        elif math.isfinite(result.loss) and is_better(p, result.loss, value, failed, goal):
             p.best_loss, p.best_step, p.stale = result.loss, p.step, 0
-            p.best_metric = p.best_metric if value is None else value
+            p.best_metric, p.best_failed = value, failed
         else:
             p.stale += 1
 
@@ -86,18 +92,20 @@ class Evaluation(Hook):
         step, report = state.progress.step, state.report
         self.name = next(iter(scores.means), self.name)
         if scores.failed:
-            instead = "" if scores.means else "; the validation loss says here whether this step is the best"
-            report.warn(f"step {step}: {scores.failures}{instead}", step)
+            rule = "a step with fewer failed calls counts as better"
+            report.warn(f"step {step}: {scores.failures}; {rule}", step)
         if scores.cut and not self.cut_reported:
             self.cut_reported = True
             report.console.note(f"{scores.cut} of {scores.records} answers were cut off at sample_tokens")
 
 
-def is_better(best: Progress, loss: float, value: float | None, goal: str) -> bool:
-    """Whether an evaluation is better than the best so far: by the metric; by the loss where the metric is equal, or
-    there is none."""
+def is_better(best: Progress, loss: float, value: float | None, failed: int, goal: str) -> bool:
+    """Whether an evaluation is better than the best so far: by the calls of the metric that failed, since a mean over
+    fewer answers may be that of the easy ones; then by the metric; by the loss where it is equal, or there is none."""
     if best.best_loss is None or (value is not None and best.best_metric is None):
         return True
+    if failed != best.best_failed:
+        return failed < best.best_failed
     if value is None or best.best_metric is None or value == best.best_metric:
         return loss < best.best_loss
     return (value > best.best_metric) == (goal == "max")

@@ -181,6 +181,7 @@ class Reporter:
         figures += [] if result.perplexity is None else [f"perplexity {result.perplexity:.2f}"]
         figures += [f"{name.replace('_', ' ')} {value:.4f}" for name, value in result.figures.items()]
         figures += [f"{name} {value:.4f}" for name, value in measured.get("metrics", {}).items()]
+        figures += [f"{scores.failed} of {scores.records} metric calls failed"] if scores and scores.failed else []
         self.console.note(f"validation at step {step}: {', '.join(figures)} ({result.response_tokens} response tokens)")
 
     @contextmanager

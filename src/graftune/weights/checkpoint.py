@@ -67,6 +67,7 @@ class Progress:
     stale: int = 0  # evaluations since the best
     first_metric: float | None = None  # as first_loss and best_loss, where a metric is set
     best_metric: float | None = None
+    best_failed: int = 0  # calls of the metric that failed at the best step
 
 
 def is_sound(arena: Arena) -> bool:

@@ -33,7 +33,9 @@ export function evalLine(evals) {
 // A chart for each metric of the evaluations, and its line.
 export function metricPanels(evals) {
   const names = new Set(evals.flatMap((each) => Object.keys(each.metrics ?? {})));
-  return [...names].slice(0, 16).map((metric) => ({ name: `metric ${metric}`, title: `Metric: ${metric}`, format: short, metric }));
+  const failed = Math.max(0, ...evals.map((each) => each.metric_failed ?? 0));
+  const calls = failed ? ` (up to ${failed} calls failed)` : "";
+  return [...names].slice(0, 16).map((metric) => ({ name: `metric ${metric}`, title: `Metric: ${metric}${calls}`, format: short, metric }));
 }
 
 export function metricLine(evals, metric) {
