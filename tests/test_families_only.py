@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 from graftune.model.families import FAMILIES
+from tests.support.parsed import nodes_of
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "graftune"
 NAMES = {name for family in FAMILIES.values() for name in (family.name, family.hf_type, family.arch)}
@@ -21,7 +22,7 @@ EXEMPT = {
 def found(path: Path) -> set[str]:
     """The names of families that the code of a file has as strings, and its comparisons of a spec's family."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Constant) and node.value in NAMES:
             names.add(node.value)
         if isinstance(node, ast.Compare):

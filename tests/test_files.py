@@ -15,6 +15,7 @@ import pytest
 from graftune.io import files
 from graftune.io.files import new_file, new_folder, replace_folder, whole, write_file
 from tests.support.dying import Deaths
+from tests.support.parsed import nodes_of
 
 
 class Disk:
@@ -235,6 +236,6 @@ def test_nobody_writes_a_file_another_way():
     found = {
         str(path.relative_to(root))
         for path in root.rglob("*.py")
-        if any(isinstance(node, ast.Call) and writes(node) for node in ast.walk(ast.parse(path.read_text())))
+        if any(isinstance(node, ast.Call) and writes(node) for node in nodes_of(path))
     }
     assert found - {"io/files.py"} == set(WRITERS)
