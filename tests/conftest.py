@@ -24,7 +24,7 @@ import torch
 from hypothesis import settings
 
 from tests.support import tiny
-from tests.support.thorough import THOROUGH
+from tests.support.thorough import THOROUGH, thinned
 
 # A runner in the background or under nohup ignores these, and so would the processes that tests send them to.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -132,6 +132,7 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of several workers each begins with some of the longest files. What one steals from another at the end is short
     then, and no file is divided whose tests share a process or a model that takes seconds to make."""
+    items[:] = thinned(items)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers == 1:
         return

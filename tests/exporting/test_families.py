@@ -24,13 +24,17 @@ from tests.exporting.judges import LlamaCpp, gap, opened, ours
 from tests.parity.test_full import examples, named, relative, transformers_logits
 from tests.support import oracle, tiny
 from tests.support.generate import generate
+from tests.support.thorough import THOROUGH
 
 IN_LLAMA_CPP = [variant for variant in tiny.FAMILIES if KNOWN[variant].in_llama_cpp]
 FAMILIES = [*IN_LLAMA_CPP, "llama-untied", "phi3-far", "olmo3-yarn"]  # mixtures: tests/exporting/test_moe.py
+# One of each structure; test_logits.py compares the logits of all.
+SPOKEN = FAMILIES if THOROUGH else ["llama-untied", "gemma3", "phi3-far", "lfm2", "qwen3_5", "granite_swa"]
+TOKENS = 50 if THOROUGH else 24
 PROMPT = [200, 5, 5, 18, 77, 150, 31, 8, 8, 64, 12, 90]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module")
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
     """(variant, folder, GGUF)."""
     root = tmp_path_factory.mktemp("family")
@@ -43,12 +47,13 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return request.param, folder, export(str(folder), "gguf", kind="F32", out=str(root / "m.gguf")).path
 
 
+@pytest.mark.parametrize("both", SPOKEN, indirect=True)
 def test_greedy_text_of_llama_cpp_is_ours(both: tuple[str, Path, Path]) -> None:
-    """Fifty tokens over its cache. Where the two best are closer than its noise (gemma's gelu comes from a table over
+    """Over its cache. Where the two best are closer than its noise (gemma's gelu comes from a table over
     fp16), either may be said, and the texts part there."""
     variant, folder, gguf = both
-    engine, sampling = oracle.ours(gguf, random_b=False), Sampling(max_new_tokens=50)
-    prompts = [[*PROMPT[:4], start] for start in range(30, 60)]
+    engine, sampling = oracle.ours(gguf, random_b=False), Sampling(max_new_tokens=TOKENS)
+    prompts = [[*PROMPT[:4], start] for start in range(30, 60 if THOROUGH else 42)]
     answers = generate(engine.decoder, prompts, sampling, ())
     # The liveliest text without the tokens that end one there.
     ends = {0, 2, engine.base.tokenizer.backend.token_to_id("</s>")}
@@ -56,14 +61,14 @@ def test_greedy_text_of_llama_cpp_is_ours(both: tuple[str, Path, Path]) -> None:
     prompt, want = max(endless, key=lambda one: len(set(one[1])))
     # Read from the folder, each token is the first choice after those before: the same text.
     assert want == oracle.ours(folder, random_b=False).logits([prompt + want])[len(prompt) - 1 : -1].argmax(-1).tolist()
-    got = [int(t) for t in LlamaCpp(gguf).ask(prompt, n_predict=50, return_tokens=True)["tokens"]]
-    same = next((i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b), 50)
-    if same < 50:
+    got = [int(t) for t in LlamaCpp(gguf).ask(prompt, n_predict=TOKENS, return_tokens=True)["tokens"]]
+    same = next((i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b), TOKENS)
+    if same < TOKENS:
         logits = engine.logits([prompt + want[:same]])[-1]
         close = float(logits[want[same]] - logits[got[same]])
         assert variant.startswith("gemma") and close < 0.02, (same, close, got, want)
     assert same > 5 and len(set(want)) > 6, (got, want)
-    print(f"{variant}: {same} of 50 tokens equal, {len(set(want))} different ones")
+    print(f"{variant}: {same} of {TOKENS} tokens equal, {len(set(want))} different ones")
 
 
 def test_long_rope_is_llama_cpps(tmp_path: Path) -> None:
@@ -101,6 +106,7 @@ def test_windows_of_exaone4_are_llama_cpps(tmp_path: Path) -> None:
     assert [mixer.ropes[0].enabled for mixer in mixers[:5]] == [True, True, True, False, True]
 
 
+@pytest.mark.parametrize("both", FAMILIES, indirect=True)
 def test_a_gguf_trains_and_goes_out_as_a_folder(both: tuple[str, Path, Path], tmp_path: Path) -> None:
     variant, folder, gguf = both
     side, folders = oracle.whole(gguf), family_of(open_base(str(folder)).spec)

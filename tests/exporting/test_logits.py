@@ -32,7 +32,20 @@ VARIANTS = (
 
 
 # Their projections have the names and the layout of another family's: so have the files of their adapters.
-ALIKE = ("mistral", "qwen3", "gemma2", "granite", "smollm3", "olmo2", "olmo3", "gemma", "exaone4")
+ALIKE = (
+    "mistral",
+    "qwen3",
+    "gemma2",
+    "granite",
+    "smollm3",
+    "olmo2",
+    "olmo3",
+    "gemma",
+    "exaone4",
+    "granite_swa",
+    "ministral3",
+    "hunyuan_v1_dense",
+)
 
 
 def gelu_from_ggmls_table(gate: torch.Tensor, kind: str) -> torch.Tensor:

@@ -4,7 +4,7 @@ One run of a tiny model with all that a run does besides stepping: evaluations a
 epoch, checkpoints between, sample answers. Every so many steps the process is measured: resident memory, open handles,
 threads, Python objects; on a GPU allocated and reserved memory; and the run folder by kind of file. After the first
 fifth of the run (libraries load, caches fill) nothing but metrics.jsonl, which has a line a step by design, may grow.
-`make test` has 1,000 steps of it (tests/training/test_long.py).
+`make test` has 400 steps of it (tests/training/test_long.py).
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def _until(found: Callable[[], Any]) -> Any:
     limit = time.monotonic() + PATIENCE
     while not (value := found()):
         assert time.monotonic() < limit, "waited too long"
-        time.sleep(0.02)
+        time.sleep(0.1)
     return value
 
 

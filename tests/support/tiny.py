@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -364,7 +365,7 @@ def _config_class(variant: str) -> str:
 def hf_model(variant: str, seed: int = 0) -> Any:
     """Random, but not nearly linear: weights wide enough that attention and gates saturate here and there. A copy of
     what was made before, and the random numbers that follow are the same, too."""
-    model, state = _hf_model(variant, seed, hf_config(variant).to_json_string(use_diff=False))
+    model, state = _hf_model(variant, seed, json.dumps(config(variant)))
     torch.set_rng_state(state)
     return copy.deepcopy(model)
 
@@ -397,10 +398,23 @@ def _hf_model(variant: str, seed: int, config: str) -> tuple[Any, torch.Tensor]:
 
 
 def make_folder(variant: str, folder: Path) -> Path:
-    model = hf_model(variant)
-    model.save_pretrained(folder)
-    make_tokenizer().save(folder)
+    files, state = _files(variant, json.dumps(config(variant)))
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    torch.set_rng_state(state)
     return folder
+
+
+@cache
+def _files(variant: str, config: str) -> tuple[dict[str, bytes], torch.Tensor]:
+    """What lies in a variant's folder, and the random state after the model was made. Written once a process, since
+    transformers takes longer to copy and save a model than to make one."""
+    with tempfile.TemporaryDirectory() as made:
+        hf_model(variant).save_pretrained(made)
+        state = torch.get_rng_state()
+        make_tokenizer().save(Path(made))
+        return {path.name: path.read_bytes() for path in Path(made).iterdir()}, state
 
 
 def load_hf(folder: Path, **options: Any) -> Any:
