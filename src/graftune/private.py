@@ -8,7 +8,9 @@ checks that no other file reaches for a private name. Nothing but torch is impor
 
 from __future__ import annotations
 
+import functools
 import importlib
+import threading
 from typing import Any
 
 import torch
@@ -50,6 +52,8 @@ NAMES = {
     "torch.ops.aten._unsafe_view": TORCH,
     "torch.ops.aten._flash_attention_forward": TORCH,
     "torch.ops.aten._flash_attention_backward": TORCH,
+    # Every launcher is loaded as a module of the same name: two threads that load at once can get each other's.
+    "triton.runtime.build._load_module_from_path": "triton 3.6 to 3.9",
     # Which types of blocks gguf can dequantise.
     "gguf.quants._type_traits": GGUF,
 }
@@ -80,6 +84,22 @@ def writes_to(operation: Any) -> list[int]:
 def storage_id(storage: torch.UntypedStorage) -> int:
     """A number that no other storage has while this one lives, with memory or without."""
     return int(storage._cdata)
+
+
+def load_launchers_one_by_one() -> None:
+    """Put a lock around Triton's loading of a launcher; building launchers stays parallel."""
+    from triton.runtime import build
+
+    load, lock = find("triton.runtime.build._load_module_from_path"), threading.Lock()
+    if hasattr(load, "__wrapped__"):
+        return
+
+    @functools.wraps(load)
+    def locked(*args: Any) -> Any:
+        with lock:
+            return load(*args)
+
+    build._load_module_from_path = locked
 
 
 def _looked_up(name: str) -> Any:

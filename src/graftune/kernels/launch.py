@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
@@ -22,12 +21,9 @@ import torch
 
 from graftune import spans
 from graftune.kernels import rehearsal
-from graftune.private import storage_id
+from graftune.private import load_launchers_one_by_one, storage_id
 
 ALIGNMENT = 256  # bytes, of an allocator's addresses
-# Held while a kernel is launched or its launcher is loaded. Triton loads every launcher as a module of the same name,
-# so two threads that load at once can get each other's.
-loading = threading.Lock()
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,6 +50,7 @@ class Kernel:
     def __init__(self, function: Callable[..., None], **options: Any):
         import triton
 
+        load_launchers_one_by_one()
         self.jitted: Any = triton.jit(**options)(function)
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
@@ -64,8 +61,7 @@ class Kernel:
                 if now is not None and now.launched is not None:
                     now.launched(self.jitted, grid, args, options)
             else:
-                with loading:
-                    self.jitted[grid](*args, **options)
+                self.jitted[grid](*args, **options)
 
         return run
 

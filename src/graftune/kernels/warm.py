@@ -58,9 +58,7 @@ class Warming:
 
     def _compile(self, kernel: Any, grid: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         with torch.cuda.device(self.device):
-            compiled = kernel.warmup(*args, grid=grid, **options)
-            with launch.loading:
-                compiled.run  # noqa: B018 (this loads the kernel and makes its launcher)
+            kernel.warmup(*args, grid=grid, **options).run  # noqa: B018 (this loads the kernel and makes its launcher)
 
     @property
     def failures(self) -> list[str]:
