@@ -122,4 +122,17 @@ def test_the_time_of_a_card_and_where_none_is_known(tiny_folder, tmp_path: Path)
     assert "60% of the card's published 165 TFLOP/s" in card.how
     job.placement = job.placement.placed_at(True, 0)
     fetched = expected.expected(job, plan)
-    assert fetched is not None and fetched.seconds is None and len(fetched.lines()) == 1, "steps alone"
+    assert fetched is not None and fetched.seconds is None and "no time is expected here" in fetched.lines()[1]
+
+
+def test_where_no_time_is_known_the_reason_is_said(tiny_folder, tmp_path: Path) -> None:
+    values = {"base": str(tiny_folder("llama")), "data": str(write_data(tmp_path / "data.jsonl")), "device": "cpu"}
+    job = prepare.job_of(Config.of(values | {"base_dtype": "nf4"}), QUIET)
+    stored = expected.expected(job, job.plan("none", 64))
+    assert stored is not None and stored.seconds is None
+    assert "no time is expected here: the base is held in nf4" in stored.lines()[1]
+    asked = values | {"metric": "exact", "metric_records": 2, "epochs": 2, "eval_every": 1000, "tokens_per_step": 256}
+    job = prepare.job_of(Config.of(asked), QUIET)
+    coming = expected.expected(job, job.plan("none", 64))
+    assert coming is not None and coming.answers == 2 * 3, "before, and after each epoch"
+    assert "the 6 answers generated for the metric are not included" in coming.lines()[1]

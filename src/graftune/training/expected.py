@@ -2,8 +2,9 @@
 
 The steps are counted as the loader will pack them. The time is a quotient: the operations of all steps and evaluations
 (step/flops.py) by a rate. On a GPU the rate is a share of the card's published one; on a CPU it is a share of what a
-product of the same size reaches here, timed for a moment. Where neither holds, only the steps are predicted: products
-with weights that are dequantised or fetched first, and experts.
+product of the same size reaches here, timed for a moment. Where neither holds, only the steps are predicted, with the
+reason: products with weights that are dequantised on a CPU or fetched first, and experts. Generated answers (samples, a
+metric) are not part of the time, since their lengths are not known.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from graftune.plan.transfer import SUSTAINED
 from graftune.session import loader_of
 from graftune.settings import auto
 from graftune.step.flops import StepFlops
+from graftune.training.metric import USUAL_RECORDS
 from graftune.training.resume import run_length
 
 ON_CPU = 0.5  # share of a product's rate that steps reach on a CPU
@@ -37,17 +39,20 @@ class Expected:
     tokens: int  # of all steps
     lr: float
     seconds: float | None = None  # of steps and evaluations; None: unknown
-    how: str = ""  # the rate that the time was computed with
+    how: str = ""  # the rate that the time was computed with, or why there is none
     warning: str = ""  # if there are too few steps
+    answers: int = 0  # generated for the metric, in all evaluations; not part of the time
 
     def document(self) -> dict[str, Any]:
         return asdict(self)
 
     def lines(self) -> list[str]:
         said = [f"{self.steps} steps of up to {self.tokens_per_step} tokens, learning rate {self.lr:g}"]
-        if self.seconds is not None:
-            said.append(f"expected time of steps and evaluations: about {_duration(self.seconds)} ({self.how})")
-        return said
+        if self.seconds is None:
+            return [*said, f"no time is expected here: {self.how}"]
+        left_out = f"; the {self.answers} answers generated for the metric are not included" if self.answers else ""
+        time = f"about {_duration(self.seconds)} ({self.how})"
+        return [*said, f"expected time of steps and evaluations, without generated answers: {time}{left_out}"]
 
 
 def expected(job: Job, plan: Plan) -> Expected | None:
@@ -61,35 +66,45 @@ def expected(job: Job, plan: Plan) -> Expected | None:
     tokens, responses = int(share * lengths.sum()), int(share * responses_of(job.training).sum())
     rate, how = _rate(job, plan, tokens // length.total)
     seconds = _operations(job, plan, tokens, responses, length.total) / rate if rate else None
-    few = auto.warning(job.config, length.total, len(job.training))
-    return Expected(length.total, settings.step_tokens, tokens, job.config.optim.peak_lr, seconds, how, few)
+    few, run = auto.warning(job.config, length.total, len(job.training)), job.config.run
+    answers = min(run.metric_records or USUAL_RECORDS, len(job.validation)) if run.metric else 0
+    answers *= _evaluations(job, length.total)
+    return Expected(length.total, settings.step_tokens, tokens, job.config.optim.peak_lr, seconds, how, few, answers)
+
+
+def _evaluations(job: Job, steps: int) -> int:
+    """Before the first step, every `eval_every` steps and after each epoch."""
+    settings = job.config.train
+    return 1 + math.ceil(settings.epochs) + (steps // settings.eval_every if settings.eval_every else 0)
 
 
 def _operations(job: Job, plan: Plan, tokens: int, responses: int, steps: int) -> float:
     """Floating-point operations of all steps and evaluations."""
-    settings, spec, full = job.config.train, job.base.spec, job.config.train.method != "lora"
+    spec, full = job.base.spec, job.config.train.method != "lora"
     assert job.training is not None
     step = StepFlops.of(spec, lengths_of(job.training), full=full)
     forward = 1 / (3 if full else 2)
     total = step(tokens, responses) * (1 + forward * RECOMPUTED[plan.recompute])
     if job.validation:
-        times = 1 + math.ceil(settings.epochs) + (steps // settings.eval_every if settings.eval_every else 0)
         held_out = StepFlops.of(spec, lengths_of(job.validation), full=full)
         counts = int(lengths_of(job.validation).sum()), int(responses_of(job.validation).sum())
-        total += times * forward * held_out(*counts)
+        total += _evaluations(job, steps) * forward * held_out(*counts)
     return total
 
 
 def _rate(job: Job, plan: Plan, tokens: int) -> tuple[float, str]:
-    """Operations per second of steps with so many tokens, and how it was found; 0: unknown."""
+    """Operations per second of steps with so many tokens, and how it was found; 0: unknown, and why."""
     placed = job.placement
-    if placed.fetched or job.base.spec.experts:
-        return 0.0, ""
+    if placed.fetched:
+        return 0.0, "the base's weights are fetched for every product, at a rate that only a run shows"
+    if job.base.spec.experts:
+        return 0.0, "the time of experts depends on how many tokens each of them gets"
     if job.card is not None:
         rate = SUSTAINED * job.card.rate
         return rate, f"at {SUSTAINED:.0%} of the card's published {job.card.rate / 1e12:.0f} TFLOP/s; not measured"
     if placed.base_dtype in ("keep", "nf4", "fp8"):
-        return 0.0, ""
+        stored = "as its file stores it" if placed.base_dtype == "keep" else f"in {placed.base_dtype}"
+        return 0.0, f"the base is held {stored}, and its weights are dequantised for every product; steps show the time"
     width = job.base.spec.width
     product = timed_product(min(tokens, plan.capacity), width, job.runtime.compute)
     return ON_CPU * product, f"at {ON_CPU:.0%} of the {product / 1e9:.0f} GFLOP/s that a product reaches here just now"
