@@ -46,7 +46,7 @@ class Warming:
         self.device = device
         self.pool = ThreadPoolExecutor(threads or min(MOST_THREADS, os.cpu_count() or 1), "graftune-compile")
         self.work: dict[tuple[Any, ...], Future[None]] = {}
-        self.lock = threading.Lock()
+        self.lock, self.key_lock = threading.Lock(), threading.Lock()
 
     def __call__(self, kernel: Any, grid: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         key = (kernel, *_kinds(kernel, args, options))
@@ -57,6 +57,10 @@ class Warming:
                 self.work[key] = self.pool.submit(self._compile, kernel, grid, plain, named)
 
     def _compile(self, kernel: Any, grid: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        from triton.runtime.cache import triton_key
+
+        with self.key_lock:
+            triton_key()  # hashes Triton's libraries, once for all threads: without the lock each of them would
         with torch.cuda.device(self.device):
             kernel.warmup(*args, grid=grid, **options).run  # noqa: B018 (this loads the kernel and makes its launcher)
 
