@@ -32,8 +32,9 @@ screenshots: $(VENV)/page.stamp
 	$(BIN)/python tools/screenshots.py
 
 # Masks over 10,000 chat templates that are made up at random, each with forty conversations; `make test` checks 32. Other properties
-# are tried on 25 examples, or as many as GRAFTUNE_EXAMPLES says (tests/conftest.py); with 1000 the judges of tests/parity
-# and tests/tokenizer are asked about all their cases, too (tests/support/thorough.py).
+# are tried on 25 examples, or as many as GRAFTUNE_EXAMPLES says (tests/conftest.py); with 1000 the judges of tests/parity,
+# tests/exporting and tests/tokenizer are asked about all their cases, the default base has all its layers, and
+# tests/kernels runs every combination of parameters (tests/support/thorough.py).
 test-templates: $(VENV)/test.stamp
 	GRAFTUNE_TEMPLATE_CASES=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/data/test_generated_templates.py
 

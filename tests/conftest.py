@@ -41,6 +41,7 @@ if not torch.cuda.is_available():
 
 # After the lines above, whose order is part of what they do.
 rehearsed_once = importlib.import_module("tests.support.rehearsed_once")
+importlib.import_module("tests.support.assembled_once").install()
 plot = importlib.import_module("graftune.observe.plot")
 
 # Files and folders of tests/, the longest first; see pytest_collection_modifyitems.

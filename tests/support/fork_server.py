@@ -22,11 +22,12 @@ def prepare(*modules: str, draws: bool = False) -> None:
     import torch.fx.experimental.symbolic_shapes  # the first backward of a process imports it; here it is shared
 
     from graftune.observe import plot
-    from tests.support import rehearsed_once
+    from tests.support import assembled_once, rehearsed_once
 
     for name in ("graftune.api", "graftune.cli.app", *modules):
         importlib.import_module(name)
     rehearsed_once.install()
+    assembled_once.install()
     if not draws:
         plot.loss_plot = lambda *_: None  # a second of every run, and nothing that most tests look at
     torch.set_num_threads(1)

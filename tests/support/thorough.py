@@ -14,7 +14,11 @@ import torch
 
 THOROUGH = int(os.environ.get("GRAFTUNE_EXAMPLES", "25")) >= 1000
 
-THINNED = ("tests/kernels/",)  # folders whose products of parameters are thinned
+# Folders and files whose products of parameters are thinned.
+THINNED = (
+    *("tests/kernels/", "tests/model/test_attention_options.py", "tests/data/test_long_conversations.py"),
+    *("tests/parity/test_moe.py", "tests/parity/test_gguf_dequant.py", "tests/weights/test_gguf_quant.py"),
+)
 MANY = 9  # cases of one test; fewer are all run
 MORE = 0.15  # of the cases that no axis needs, the share that is run all the same
 
