@@ -59,15 +59,13 @@ class Dpo(LogProbLoss):
 
     def of_log_probs(
         self, log_probs: torch.Tensor, reference: torch.Tensor | None, batch: PackedBatch
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         assert reference is not None
         documents = 2 * (len(batch.extra["real"]) // 2)
         real, document = batch.extra["real"][:documents:2], batch.extra["document"]
-        moved = log_probs.new_zeros(documents).index_add_(0, document, log_probs - reference)
+        moved = log_probs.new_zeros(documents).index_add(0, document, log_probs - reference)
         margins = BETA * (moved[0::2] - moved[1::2]) - batch.extra["margin"][:documents:2]
-        slope = -BETA * real * torch.sigmoid(-margins)
-        slopes = torch.stack((slope, -slope), 1).flatten().index_select(0, document)
-        return (real * F.softplus(-margins)).sum(), slopes, (real * (margins > 0)).sum().unsqueeze(0)
+        return (real * F.softplus(-margins)).sum(), (real * (margins > 0)).sum().unsqueeze(0)
 
 
 def pairs(count: int) -> list[Example]:

@@ -84,8 +84,8 @@ class Shaped(Anchored):
         self.operation = operation
 
     def of_log_probs(self, log_probs: torch.Tensor, *rest: Any) -> Any:
-        total, slopes, figures = super().of_log_probs(log_probs, *rest)
-        return total + self.operation(log_probs).sum(), slopes, figures
+        total, figures = super().of_log_probs(log_probs, *rest)
+        return total + self.operation(log_probs).sum(), figures
 
 
 @pytest.mark.parametrize("of", [gpu, setup])

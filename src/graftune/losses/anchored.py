@@ -2,9 +2,8 @@
 
     loss = sum over labels of  -w log p(label) + anchor (log p(label) - log p_base(label))^2
 
-p_base is the same model with adapters off, from a second forward pass over the same batch. The derivative with respect
-to log p is -w + 2 anchor (log p - log p_base). A penalty on the labels alone needs one number per row; a divergence
-over the whole vocabulary would need the base's logits as well.
+p_base is the same model with adapters off, from a second forward pass over the same batch. A penalty on the labels
+alone needs one number per row; a divergence over the whole vocabulary would need the base's logits as well.
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ class Anchored(LogProbLoss):
 
     def of_log_probs(
         self, log_probs: torch.Tensor, reference: torch.Tensor | None, batch: PackedBatch
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         assert reference is not None, "the step passes the base's log-probabilities"
         weights, moved = batch.extra.get("weights"), log_probs - reference
         weighted = log_probs if weights is None else log_probs * weights
         figures = torch.stack((-weighted.sum(), moved.square().sum()))
-        total = figures[0] + self.anchor * figures[1]
-        return total, 2 * self.anchor * moved - (1.0 if weights is None else weights), figures
+        return figures[0] + self.anchor * figures[1], figures

@@ -37,18 +37,30 @@ class Computed(NamedTuple):
 
     total: torch.Tensor  # 0-dim fp32
     grad: torch.Tensor | None  # of `Output.normed`, times the loss scale; None without `need_grad`
-    figures: torch.Tensor | None = None  # [len(Loss.figures)] fp32
+    figures: torch.Tensor | None = None  # [Loss.sums] fp32
 
 
 class Loss(ABC):
     """A training loss; subclasses implement `__call__`."""
 
-    figures: tuple[str, ...] = ()  # names of further sums that it reports, divided as the loss is
+    figures: tuple[str, ...] = ()  # names of what it reports besides its value; `means` computes them from sums
+    # Which of them may choose the best checkpoint (the setting `best`), and which direction is better.
+    better: Mapping[str, Literal["higher", "lower"]] = {}
     # The reference model whose log-probabilities it needs, at one more forward pass per micro-batch: the model with
     # adapters off (base), or with the trainable weights of the start of the run (start). "": none.
     reference: Literal["", "base", "start"] = ""
 
     data: DataKind = ANSWERS  # the kind of data that it takes
+
+    @property
+    def sums(self) -> int:
+        """How many sums it returns as `Computed.figures`; they are added over micro-batches and ranks."""
+        return len(self.figures)
+
+    def means(self, sums: torch.Tensor, divisor: torch.Tensor | float) -> torch.Tensor:
+        """The figures, from the sums [sums] over an optimizer step or an evaluation. By default each sum is divided as
+        the loss is; a loss whose figures have counts of their own returns those too and divides here."""
+        return sums / divisor
 
     def fields_of(self, examples: Sequence[Example]) -> BatchLayout:
         """The fields of a batch of these examples besides the labels, and the divisor of the loss. `layout` adds the
@@ -101,7 +113,7 @@ class Loss(ABC):
 
 def checked(loss: Loss, found: Computed, rows: torch.Tensor, *, need_grad: bool = True) -> Computed:
     """What a loss returned, refused in one sentence if the step cannot use it. `rows`: the output's."""
-    name, count = type(loss).__name__, len(loss.figures)
+    name, count = type(loss).__name__, loss.sums
     if not isinstance(found, tuple) or len(found) != 3:
         what, fix = f"returned {_kind(found)}", "return Computed(total, grad, figures)"
     elif not isinstance(found[0], torch.Tensor) or found[0].dim():
@@ -131,15 +143,16 @@ def _kind(value: object) -> str:
 class LogProbLoss(Loss):
     """A loss that is a function of the labels' log-probabilities, in two passes over the head.
 
-    The first pass computes log p(label) of every row; `of_log_probs` returns the loss and its derivative with respect
-    to each; the second pass recomputes the logits and computes the gradient.
+    The first pass computes log p(label) of every row; `of_log_probs` returns the loss, and autograd over that one
+    vector its derivative with respect to each; the second pass recomputes the logits and computes the gradient.
     """
 
     @abstractmethod
     def of_log_probs(
         self, log_probs: torch.Tensor, reference: torch.Tensor | None, batch: PackedBatch
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """log p(label) [R], 0 where a row is padding -> (sum, its derivative for every log p [R], figures)."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """log p(label) [R], 0 where a row is padding -> (the loss's sum, the figures' sums or None), in torch's
+        differentiable operations."""
 
     def __call__(
         self,
@@ -150,17 +163,23 @@ class LogProbLoss(Loss):
         scale: torch.Tensor | None = None,
         need_grad: bool = True,
     ) -> Computed:
-        log_probs = output.log_probs(batch.labels)
-        found = self.of_log_probs(log_probs, reference, batch)
-        if not isinstance(found, tuple) or len(found) != 3:
+        log_probs = output.log_probs(batch.labels).detach().requires_grad_(need_grad)
+        with torch.set_grad_enabled(need_grad):
+            found = self.of_log_probs(log_probs, reference, batch)
+        if not isinstance(found, tuple) or len(found) != 2:
             what = f"the loss {type(self).__name__} returned {_kind(found)} from of_log_probs"
-            raise GraftuneError(what, fix="return three values: the sum, its derivatives and the figures (or None)")
-        total, slopes, figures = found
-        if not isinstance(slopes, torch.Tensor) or slopes.shape != log_probs.shape:
-            what = f"the loss {type(self).__name__} returned {_kind(slopes)} as its derivatives"
-            raise GraftuneError(what, fix=f"return one for each log-probability, a tensor of {len(log_probs)}")
-        grad = output.grad_of(batch.labels, slopes, scale) if need_grad else None
-        return Computed(total, grad, figures)
+            raise GraftuneError(what, fix="return two values: the sum and the figures (or None)")
+        total, figures = found
+        if not isinstance(total, torch.Tensor) or total.dim():
+            return Computed(total, log_probs, figures)  # which `checked` refuses
+        grad = None
+        if need_grad:
+            if not total.requires_grad:
+                what = f"the sum of the loss {type(self).__name__} has no derivative by the log-probabilities"
+                raise GraftuneError(what, fix="compute it from log_probs, without detach() or no_grad()")
+            (slopes,) = torch.autograd.grad(total, log_probs)
+            grad = output.grad_of(batch.labels, slopes, scale)
+        return Computed(total.detach(), grad, figures.detach() if isinstance(figures, torch.Tensor) else figures)
 
 
 def reference_log_probs(

@@ -77,7 +77,20 @@ def _pointwise(*operands: Any, **_: Any) -> torch.Tensor:
     return _laid(operands, _promoted(operands))
 
 
-@rule(aten.div, aten.reciprocal, aten.sqrt, aten.rsqrt, aten.exp, aten.log, aten.cos, aten.sin, aten.tanh, aten.sigmoid)
+@rule(
+    aten.div,
+    aten.reciprocal,
+    aten.sqrt,
+    aten.rsqrt,
+    aten.exp,
+    aten.expm1,
+    aten.log,
+    aten.log1p,
+    aten.cos,
+    aten.sin,
+    aten.tanh,
+    aten.sigmoid,
+)
 def _in_floats(*operands: Any, rounding_mode: str | None = None) -> torch.Tensor:
     dtype = _promoted(operands)
     return _laid(operands, dtype if dtype.is_floating_point or rounding_mode else FLOAT)
@@ -90,7 +103,8 @@ def _compared(*operands: Any) -> torch.Tensor:
 
 @rule(
     aten.silu, aten.gelu, aten.square, aten.masked_fill, aten.nan_to_num, aten.softplus, aten.silu_backward,
-    aten.gelu_backward, aten.softplus_backward, aten.log_sigmoid_backward,
+    aten.gelu_backward, aten.softplus_backward, aten.log_sigmoid_backward, aten.sigmoid_backward, aten.tanh_backward,
+    aten.threshold_backward, aten.relu, aten.index_add,
 )  # fmt: skip
 def _as_the_first(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return like(x)
@@ -100,6 +114,11 @@ def _as_the_first(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 def _log_sigmoid(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The result, and what a CPU keeps for a backward; a GPU keeps nothing."""
     return like(x), like(x)
+
+
+@rule(aten.select_backward, aten.slice_backward)
+def _part_backward(grad: torch.Tensor, sizes: Sequence[int], *_: Any) -> torch.Tensor:
+    return empty(sizes, grad.dtype)
 
 
 @rule(aten.where)

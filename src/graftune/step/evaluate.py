@@ -67,7 +67,7 @@ def evaluate(
         shape = shape_of(examples, capacity, layout)
         limits, longest = shape._asdict(), shape.longest
     mine = divided(groups, lengths_of(examples), share)
-    sums = torch.zeros(len(mine), 1 + len(loss.figures), device=decoder.device)
+    sums = torch.zeros(len(mine), 1 + loss.sums, device=decoder.device)
     divisors, tokens, done = list[float](), list[int](), 0
     with torch.no_grad():
         for row, number in zip(sums, mine, strict=True):
@@ -85,8 +85,10 @@ def evaluate(
     own = [[number, *facts] for number, *facts in zip(mine, divisors, tokens, sums.tolist(), strict=True)]
     kept = sorted(one for part in gather(own) for one in part)  # in the order of the batches' numbers
     divisor, response_tokens = sum(one[1] for one in kept), sum(one[2] for one in kept)
-    mean, *others = (sum(one[3][place] for one in kept) / (divisor or 1.0) for place in range(sums.shape[1]))
-    figures = dict(zip(loss.figures, others, strict=True))
+    total, *others = (sum(one[3][place] for one in kept) for place in range(sums.shape[1]))
+    mean = total / (divisor or 1.0)
+    means = loss.means(torch.tensor(others, dtype=torch.float64), divisor or 1.0).tolist()
+    figures = dict(zip(loss.figures, means, strict=True))
     cross_entropy = loss.cross_entropy(mean, figures)
     perplexity = None if cross_entropy is None else math.exp(min(cross_entropy, 700.0))
     return EvalResult(mean, perplexity, response_tokens, len(examples), figures)

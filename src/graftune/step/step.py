@@ -82,12 +82,12 @@ class Step:
         # A single process keeps the sums in a buffer of their own. With several ranks they follow the gradients in the
         # arena's buffer, so that one collective adds up both.
         sums = torch.zeros_like(arena.tail) if reduce is None else arena.tail.zero_()
-        self.reduce, self.tail = reduce, Tail(sums, self.live[self.width :], len(self.loss.figures))
+        self.reduce, self.tail = reduce, Tail(sums, self.live[self.width :], self.loss.sums)
         self.loss_sum, self.token_sum, self.figure_sums = self.tail.loss_sum, self.tail.token_sum, self.tail.figure_sums
         self.count = torch.zeros((), dtype=torch.int64, device=device)  # counts applied updates only
         # Mean loss, gradient norm before clipping, whether the update was skipped, response tokens as counted on the
         # device, fp16's loss scale; then the loss's own figures; with several ranks, their control flags.
-        self.own_figures = slice(REPORTED, REPORTED + len(self.figure_sums))
+        self.own_figures = slice(REPORTED, REPORTED + len(self.loss.figures))
         self.report = torch.zeros(self.own_figures.stop + (2 * CONTROL_FLAGS if reduce else 0), device=device)
         self.factors = torch.zeros(len(segments), device=device)
         self.ok = torch.zeros((), dtype=torch.bool, device=device)
@@ -186,7 +186,8 @@ class Step:
             self._add_up_ranks(self.reduce)
         spans.phase("update", operation="gradient norm")
         if self.loss.figures:
-            torch.div(self.figure_sums, adamw.Hyper(*self.row).divisor, out=self.report[self.own_figures])
+            means = self.loss.means(self.figure_sums, adamw.Hyper(*self.row).divisor)
+            self.report[self.own_figures].copy_(means)
             self.figure_sums.zero_()
         # clip writes the report, the factors and ok, counts the update and zeroes the loss sum.
         decided = self.report[:3], self.factors, self.ok
