@@ -28,7 +28,8 @@ EXTRAS = ("input", "context")  # what an instruction is about (alpaca's, dolly's
 SYSTEMS = ("system", "system_prompt")
 WEIGHT = "loss_weight"  # not `weight`, which may be anything: a person's, a parcel's
 KNOWN = frozenset((*CHATS, *ASKS, *ANSWERS, *EXTRAS, *SYSTEMS, WEIGHT, "text", "tools", "history"))
-TARGETS = tuple(sorted(KNOWN - {"conversation", "context", "system_prompt"}))  # of `map`
+# of `map`
+TARGETS = tuple(sorted({*KNOWN, "chosen", "rejected", "label"} - {"conversation", "context", "system_prompt"}))
 EXPECTED = "prompt/response, question/answer, instruction/output, messages, conversations or text"
 
 _BETTER = {"chosen", "preferred", "chosen_response", "response_chosen", "preferred_response", "preferred_output",
@@ -154,21 +155,40 @@ def _text(own: dict[str, str]) -> ColumnPlan:
 
 
 def refusal_of_all(row: dict[str, Any]) -> GraftuneError | None:
-    """Why a whole file with such a row is refused: it is for other losses than there are."""
+    """Why a whole file with such a row is refused where every answer is trained: it is for another loss."""
     plan = plan_for(row)
     if plan.refusal is not None and plan.refusal[0] == PREFERENCE:
         return GraftuneError(
-            f"is {PREFERENCE} ({plan.refusal[1]}), which takes a preference loss (DPO, ORPO) that graftune does not "
-            "have yet",
-            fix=f"to train on the preferred answers alone, {_preferred(row)}",
+            f"is {PREFERENCE} ({plan.refusal[1]}), which takes a preference loss",
+            fix=f"set loss: dpo (or another one for pairs); to train on the preferred answers alone, {_preferred(row)}",
         )
     if is_rated(plan, row):
         return GraftuneError(
-            f"is data of {RATED}, by its column {quoted(plan.label)}, which takes a loss that graftune does not have "
-            "yet",
-            fix="remove the bad answers and the column, and train on the good ones",
+            f"is data of {RATED}, by its column {quoted(plan.label)}, which takes a loss of its own",
+            fix="set loss: kto; or remove the bad answers and the column, and train on the good ones",
         )
     return None
+
+
+LOSSES = {"pairs": "dpo", "rated": "kto", "answers": "cross_entropy"}  # for each kind of data a loss that takes it
+
+
+def kind_of_row(row: dict[str, Any]) -> str:
+    """Which data such a row is of: a key of LOSSES, or empty where that is unknown."""
+    plan = plan_for(row)
+    if plan.refusal is not None:
+        return "pairs" if plan.refusal[0] == PREFERENCE or (_BETTER | _WORSE) & set(map(normal, row)) else ""
+    return "rated" if is_rated(plan, row) else "answers"
+
+
+def refusal_of_other(row: dict[str, Any], kind: str, taken: str) -> GraftuneError | None:
+    """Why a whole file with such a row is refused by a loss for data of `kind`; `taken` says what that is."""
+    found = kind_of_row(row)
+    if found in ("", kind) or (kind == "rated" and any(normal(name) in _LABELS for name in row)):
+        return None
+    what = {"pairs": PREFERENCE, "rated": RATED, "answers": "answers that are all right"}[found]
+    fix = f"set loss: {LOSSES[found]}, or give {taken}"
+    return GraftuneError(f"holds {what}, and this loss takes {taken}", fix=fix)
 
 
 def _preferred(row: dict[str, Any]) -> str:

@@ -85,20 +85,20 @@ class Fitter:
         self, passage: Passage, tokens: list[int], offsets: Sequence[tuple[int, int]], row: int
     ) -> Iterator[Built]:
         """The examples of a passage whose text was encoded as `tokens`. Those that do not fit are shortened."""
-        found = self._ranges(passage, tokens, offsets)
+        found = self.ranges(passage, tokens, offsets)
         if found is None:
             for alone in self.turns.alone(passage):
-                yield from self.finish(alone, *self._encoded(alone.text), row)
+                yield from self.finish(alone, *self.encoded(alone.text), row)
             return
         tokens, ranges, notes = found
-        example = self._example(passage, tokens, ranges, row)
+        example = self.example(passage, tokens, ranges, row)
         if len(tokens) <= self.limit:
             reason = TURNS if passage.shortened else ""
             yield Built(example, passage.prompt, passage.reference, passage.asked, reason, notes=notes)
         else:
             yield from self._without_early_turns(passage, tokens, ranges, row)
 
-    def _encoded(self, text: str) -> tuple[list[int], Any]:
+    def encoded(self, text: str) -> tuple[list[int], Any]:
         """Ids, and the characters of those that are asked for: all of a long text's would take longer than encoding."""
         return self.tokenizer.encode_batch([text])[0]
 
@@ -106,14 +106,14 @@ class Fitter:
         self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int], row: int
     ) -> Iterator[Built]:
         for passage in self.passages(messages, tools, trained):
-            yield from self.finish(passage, *self._encoded(passage.text), row)
+            yield from self.finish(passage, *self.encoded(passage.text), row)
 
-    def _example(self, passage: Passage, tokens: list[int], ranges: Sequence[tuple[int, int]], row: int) -> Example:
+    def example(self, passage: Passage, tokens: list[int], ranges: Sequence[tuple[int, int]], row: int) -> Example:
         mask.check(tokens, ranges, self.ends)
         weights = mask.spread(len(tokens), ranges, [loss_weight(passage.messages[i]) for i in passage.trained])
         return Example(tokens, mask.flags(len(tokens), ranges), row, weights)
 
-    def _ranges(
+    def ranges(
         self, passage: Passage, tokens: list[int], offsets: Sequence[tuple[int, int]]
     ) -> tuple[list[int], list[tuple[int, int]], tuple[str, ...]] | None:
         """The tokens, the range of each trained turn, and notes. None: a token lies across the border of one of several
@@ -192,14 +192,14 @@ class Fitter:
         built = self.turns.together(messages, tools, trained)
         if built is None:
             return None
-        found = self._ranges(built, *self._encoded(built.text))
-        return (built, self._example(built, *found[:2], row)) if found else None
+        found = self.ranges(built, *self.encoded(built.text))
+        return (built, self.example(built, *found[:2], row)) if found else None
 
     def _without_early_turns(
         self, passage: Passage, tokens: list[int], ranges: list[tuple[int, int]], row: int
     ) -> Iterator[Built]:
         messages, trained, pieces = passage.messages, passage.trained, list[_Piece]()
-        if not _starts(messages, _users(messages)) and (piece := self._too_long(passage, tokens, ranges)):
+        if not start_turns(messages, user_turns(messages)) and (piece := self._too_long(passage, tokens, ranges)):
             pieces, trained = [piece], trained[: -len(piece.ranges)]
         pieces = [*self._pieces(messages, passage.tools, trained, row, too_long=not pieces), *pieces]
         for piece in pieces:
@@ -217,7 +217,7 @@ class Fitter:
         """A conversation as examples, in order: from its end, each has as many turns as fit, and what is trained before
         those is for the next. Answers that do not fit even with nothing before their question come as they are.
         `too_long`: whether all of it is known not to fit."""
-        users = _users(messages)
+        users = user_turns(messages)
         made: list[_Piece] = []
         left = len(trained)  # turns that are in no piece yet
         while left:
@@ -256,7 +256,7 @@ class Fitter:
         """The answers to one question that are too long together with what is before them; None if each must be
         rendered alone."""
         passage = self.turns.together(messages, tools, trained)
-        found = self._ranges(passage, *self._encoded(passage.text)) if passage else None
+        found = self.ranges(passage, *self.encoded(passage.text)) if passage else None
         return self._too_long(passage, *found[:2]) if passage and found else None
 
     def _too_long(self, passage: Passage, tokens: list[int], ranges: list[tuple[int, int]]) -> _Piece | None:
@@ -278,7 +278,7 @@ class Fitter:
             messages, text = passage.messages[: i + 1], passage.text[: span[1]]
             reference = (messages[-1]["content"] or "").strip()
             one = Passage(text, (span,), (prompt,), messages, (i,), reference, passage.tools, passage.notes)
-            yield self._cut_question(one, self._example(one, tokens[: place[1]], [place], row))
+            yield self._cut_question(one, self.example(one, tokens[: place[1]], [place], row))
 
     def _longest_end(
         self, messages: list[Message], tools: list[Any] | None, row: int, users: list[int], *, whole: bool
@@ -286,7 +286,7 @@ class Fitter:
         """The earliest user turn from which the rest of a conversation fits, with the example of its last turn. The
         search starts at the end with steps that double, so its cost depends on what fits, not on the conversation's
         length. `users`: where user turns are. `whole`: whether the conversation may also stay whole."""
-        head, starts = _head(messages), _starts(messages, users)
+        head, starts = _head(messages), start_turns(messages, users)
         starts = [0, *starts] if whole or not starts else starts
 
         def last_turn(start: int) -> tuple[Passage, Example]:
@@ -308,7 +308,7 @@ class Fitter:
                 worst = place
         return starts[fits], best
 
-    def _offsets(self, question: str) -> list[tuple[int, int]]:
+    def question_offsets(self, question: str) -> list[tuple[int, int]]:
         """Character ranges of a question's tokens. The last question is cached: hundreds of answers may follow it."""
         if question != self.question[0]:
             self.question = question, self.tokenizer.encode_with_offsets(question)[1]
@@ -322,7 +322,7 @@ class Fitter:
         messages, turn = passage.messages, passage.trained[-1]
         asked = max(i for i in range(turn) if messages[i]["role"] == "user")
         content = messages[asked]["content"]
-        offsets = self._offsets(content)
+        offsets = self.question_offsets(content)
         excess = len(example.tokens) - self.limit
         while excess < len(offsets):
             kept = content[offsets[excess][0] :]
@@ -363,10 +363,10 @@ def _head(messages: list[Message]) -> int:
     return 1 if messages[0]["role"] == "system" else 0
 
 
-def _users(messages: list[Message]) -> list[int]:
+def user_turns(messages: list[Message]) -> list[int]:
     return [i for i, message in enumerate(messages) if message["role"] == "user"]
 
 
-def _starts(messages: list[Message], users: list[int]) -> list[int]:
+def start_turns(messages: list[Message], users: list[int]) -> list[int]:
     """The user turns at which a shortened conversation may begin."""
     return users[bisect_left(users, _head(messages) + 1) : bisect_left(users, len(messages) - 1)]

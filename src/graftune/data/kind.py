@@ -27,13 +27,14 @@ class DataKind:
     name: str  # in the plural, as messages have it
     members: int = 1  # examples that a row becomes, where they belong together; 1: as many as its text makes
     numbers: tuple[str, ...] = ()  # columns that every row has, each one number, for the loss to read
+    one_prompt: bool = False  # each member is one example, and all have the same prompt, token for token
 
     def records(self, row: dict[str, Any]) -> list[Record]:
         """The records of a row, one for each member; raises Refusal."""
         return [to_record({name: value for name, value in row.items() if name not in self.numbers})]
 
     def numbers_of(self, row: dict[str, Any]) -> dict[str, float]:
-        return {name: _number(row, name) for name in self.numbers}
+        return {name: number_of(row, name) for name in self.numbers}
 
     def refusal_of_all(self, row: dict[str, Any]) -> GraftuneError | None:
         """Why a whole file with such a row is refused: it is of another kind."""
@@ -47,7 +48,7 @@ class DataKind:
             source = hashlib.sha256(inspect.getsource(own).encode()).hexdigest()
         except (OSError, TypeError):  # typed in at a prompt
             source = ""
-        return [self.name, self.members, list(self.numbers), own.__module__, own.__qualname__, source]
+        return [self.name, self.members, list(self.numbers), self.one_prompt, own.__module__, own.__qualname__, source]
 
 
 class AnswerKind(DataKind):
@@ -60,7 +61,8 @@ class AnswerKind(DataKind):
 ANSWERS = AnswerKind("answers")
 
 
-def _number(row: dict[str, Any], name: str) -> float:
+def number_of(row: dict[str, Any], name: str) -> float:
+    """The number in a column, where true is 1 and false is 0; raises Refusal."""
     value = row.get(name)
     if isinstance(value, str):  # as CSV files have it
         value = {"true": 1.0, "false": 0.0}.get(value.strip().lower(), value)

@@ -21,6 +21,7 @@ from graftune.data.kind import ANSWERS, DataKind
 from graftune.data.record import Record
 from graftune.data.roles import check_roles, trained_turns
 from graftune.data.row import Refusal, Row
+from graftune.data.shared_prompt import SEVERAL, fit_together
 from graftune.data.summary import KEPT_DETAILS, Summary, counted
 from graftune.data.template import special_pattern, special_tokens, usable_format
 from graftune.data.text import windows
@@ -141,7 +142,7 @@ class RowEncoder:
     def _passages(self, record: Record) -> list[Passage]:
         fitter, messages = self._fitter(record), record.messages
         form = fitter.form
-        trained = trained_turns(record, self.config.train_on)
+        trained = trained_turns(record, "assistant" if self.kind.one_prompt else self.config.train_on)
         if not form.takes_system and messages[0]["role"] == "system":
             self._note("system turns merged into the first user turn: the template takes none")
         check_roles(form, record, messages)
@@ -192,10 +193,13 @@ class RowEncoder:
     def _built(self, one: Pending, encoded: Encoded) -> list[Built]:
         """The row's examples, with its numbers; where they belong together, all of them or a Refusal."""
         made, done = [], 0
-        for record in one.records:
-            count = len(record.texts)
-            made.append(self._of_record(record, encoded[done : done + count], one.row.key))
-            done += count
+        if self.kind.one_prompt:
+            made = self._with_one_prompt(one, encoded)
+        else:
+            for record in one.records:
+                count = len(record.texts)
+                made.append(self._of_record(record, encoded[done : done + count], one.row.key))
+                done += count
         group = -1
         if self.kind.members > 1:
             group = one.row.key
@@ -204,6 +208,13 @@ class RowEncoder:
         if group < 0 and not one.numbers:
             return built
         return [each._replace(example=_with(each.example, group, one.numbers)) for each in built]
+
+    def _with_one_prompt(self, one: Pending, encoded: Encoded) -> list[list[Built]]:
+        assert self.fitter is not None
+        passages = [passage for record in one.records for passage in record.passages]
+        if len(passages) != len(one.records):
+            raise Refusal("an incomplete group", SEVERAL)
+        return [[_marked(built)] for built in fit_together(self.fitter, passages, encoded, one.row.key)]
 
     def _of_record(self, record: Rendered, encoded: Encoded, row: int) -> list[Built]:
         if record.text is not None:
@@ -288,9 +299,7 @@ def check_group(kind: DataKind, made: list[list[Built]]) -> None:
     if dropped:
         raise Refusal("an incomplete group", f"one of its answers is left out: {dropped}")
     if any(len(examples) != 1 for examples in made):
-        raise Refusal(
-            "an incomplete group", "the template makes several examples of one of its conversations; keep the last turn"
-        )
+        raise Refusal("an incomplete group", SEVERAL)
 
 
 def _with(example: Example | None, group: int, numbers: dict[str, float]) -> Example | None:

@@ -118,7 +118,7 @@ def nothing_usable(summary: Summary, path: str) -> GraftuneError:
     (reason, count), *_ = counts.most_common(1)
     first = next(((row, why) for row, why in summary.details if why.startswith(reason)), None)
     example = f"; row {first[0]}: {first[1]}" if first else ""
-    fix = "raise max_seq_len" if reason in summary.dropped else "fix those rows, or the settings that refuse them"
+    fix = "raise max_seq_len" if "max_seq_len" in reason else "fix those rows, or the settings that refuse them"
     return GraftuneError(
         f"none of the {summary.rows} rows can be used ({count} for: {reason}{example})", where=path, fix=fix
     )
