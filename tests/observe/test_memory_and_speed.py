@@ -14,8 +14,9 @@ from graftune.observe.speed import Meter, clock_text
 
 def test_bytes_are_plausible() -> None:
     before = memory.resident_bytes()
-    held = torch.ones(32 << 20, dtype=torch.uint8)
-    assert memory.resident_bytes() - before > 24 << 20
+    # Above 32 MiB malloc always maps new pages; a smaller block may take what a test before this one has freed.
+    held = torch.ones(64 << 20, dtype=torch.uint8)
+    assert memory.resident_bytes() - before > 48 << 20
     assert memory.peak_resident_bytes() >= memory.resident_bytes() - (4 << 20)
     assert 0 < memory.available_bytes() <= memory.total_bytes()
     cpu = memory.device_bytes("cpu")
