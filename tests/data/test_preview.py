@@ -10,8 +10,11 @@ import pytest
 from rich.console import Console
 
 from graftune.data.dataset import Dataset
+from graftune.data.encoded import side_of
+from graftune.data.pairs import PAIRS, kind_of_data
 from graftune.data.preview import MaskView, preview, summary_json
-from tests.data.helpers import CHATML, load, turns, with_template
+from graftune.settings.config import DataConfig
+from tests.data.helpers import CHATML, jsonl, load, turns, with_template
 
 CHAT = with_template(CHATML)
 
@@ -27,7 +30,7 @@ MARKED = (
 
 def shown(data: Dataset, **console: object) -> str:
     out = io.StringIO()
-    Console(file=out, width=200, **console).print(preview(data, CHAT, 1))  # type: ignore[arg-type]
+    Console(file=out, **{"width": 200, **console}).print(preview(data, CHAT, 1))  # type: ignore[arg-type]
     return out.getvalue()
 
 
@@ -82,3 +85,24 @@ def test_a_run_says_what_became_of_its_data(tmp_path: Path, capsys: pytest.Captu
     assert "1 row left out: unknown keys" in said and "1 example shortened" in said
     assert "1 example is longer than max_seq_len 64 and was shortened or dropped; max_seq_len" in said
     assert "1 of 3 examples repeats an earlier one word for word" in said
+
+
+def test_pairs_are_shown_side_by_side(tmp_path: Path) -> None:
+    rows = [{"prompt": f"Ask {i}", "chosen": "good", "rejected": "bad"} for i in range(3)]
+    data = load(tmp_path, *rows, {"prompt": "a", "chosen": "b", "rejected": "b"}, kind=PAIRS)
+    wide, narrow = shown(data), shown(data, width=60)
+    for text in (wide, narrow):
+        assert text.count("Ask 0") == 1 and "Ask 1" not in text, "one prompt for both, and one pair"
+        assert "1: equal answers" in text and "for loss: dpo" in text
+    side_by_side = [line for line in wide.splitlines() if "⟦good<|im_end|>⟧" in line and "⟦bad<|im_end|>⟧" in line]
+    assert len(side_by_side) == 1 and "⟦good<|im_end|>⟧\n" in narrow
+    made = json.loads(json.dumps(summary_json(data, CHAT, 2)))
+    assert made["kind"] == "pairs" and [one["group"] for one in made["preview"]] == [0, 0, 1, 1]
+    assert [side_of(data.examples, i) for i in range(4)] == ["chosen", "rejected"] * 2
+
+
+def test_the_kind_of_data_is_recognised(tmp_path: Path) -> None:
+    kinds = {"pairs": {"prompt": "a", "chosen": "b", "rejected": "c"}, "answers": {"prompt": "a", "response": "b"}}
+    kinds["rated answers"] = {"prompt": "a", "completion": "b", "label": True}  # type: ignore[dict-item]
+    for name, row in kinds.items():
+        assert kind_of_data(jsonl(tmp_path / "k.jsonl", "broken", row), DataConfig()).name == name

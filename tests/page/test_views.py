@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,20 @@ def test_the_mask_marks_exactly_the_trained_tokens(tab, tmp_path: Path):
     page.keyboard.type("door. Order 7731. 43")
     page.wait_for_selector(".example[data-index='43']")
     assert shown() == expected([examples[43]]) and "1 examples" in page.inner_text(".toolbar")
+
+
+def test_the_answers_of_a_pair_stand_side_by_side(tab, tmp_path: Path):
+    run = RunFolder(tmp_path / "run").start().preview([chat_example("Ask", text) for text in ("yes", "no", "well")])
+    path = run.folder / "preview.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line, side in zip(lines, ("chosen", "rejected", "chosen"), strict=True):
+        line |= {"side": side, "group": 0 if line["index"] < 2 else 1}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = tab(tmp_path).open("run/run/data")
+    page.wait_for_selector(".pair")
+    boxes = [page.locator(".example").nth(number).bounding_box() for number in range(3)]
+    assert boxes[0]["y"] == boxes[1]["y"] < boxes[2]["y"] and boxes[0]["x"] < boxes[1]["x"]
+    assert page.locator(".example .tag").all_inner_texts() == ["chosen", "rejected", "chosen"]
 
 
 def test_hostile_text_is_shown_as_text(tab, tmp_path: Path):

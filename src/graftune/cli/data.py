@@ -74,12 +74,14 @@ def show_data(config: Config, console: Console, count: int) -> tuple[Any, Any]:
     """Show the data of these settings: the masks of the first examples and the summary. Returns the data set and its
     tokenizer. With --json nothing is shown."""
     from graftune.data.dataset import prepare
+    from graftune.data.pairs import kind_of_data
     from graftune.data.preview import preview
     from graftune.data.sample import sample_path
 
     tokenizer, context = tokenizer_of(config)
     config = config.replace(max_seq_len=config.data.longest(context))
-    dataset = prepare(config.data.data or str(sample_path()), tokenizer, config.data, console)
+    path = config.data.data or str(sample_path())
+    dataset = prepare(path, tokenizer, config.data, console, kind_of_data(path, config.data))
     if not console.json:
         console.render(preview(dataset, tokenizer, count))
     return dataset, tokenizer

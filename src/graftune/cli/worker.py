@@ -132,7 +132,7 @@ def open_preview(key: Document) -> Answer:
     from graftune.cli.data import tokenizer_of
     from graftune.data import cached
     from graftune.data.dataset import Dataset, split
-    from graftune.data.encoded import Examples
+    from graftune.data.encoded import Examples, side_of
     from graftune.data.token_text import Pieces
     from graftune.errors import GraftuneError
     from graftune.settings.config import Config
@@ -162,7 +162,8 @@ def open_preview(key: Document) -> Answer:
         start, size, search = request["page"] * request["size"], request["size"], request["search"].lower()
         count = len(examples)
         indices, seen = matching(search) if search else (range(count), count)
-        shown = [shown_example(index, examples[index], pieces) for index in indices[start : start + size]]
+        wanted = indices[start : start + size]
+        shown = [shown_example(index, examples[index], pieces, side_of(examples, index)) for index in wanted]
         yield {"total": len(indices), "examples": shown, "searched": seen, "of": count}
 
     return answer

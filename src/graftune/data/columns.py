@@ -170,7 +170,11 @@ def refusal_of_all(row: dict[str, Any]) -> GraftuneError | None:
     return None
 
 
-LOSSES = {"pairs": "dpo", "rated": "kto", "answers": "cross_entropy"}  # for each kind of data a loss that takes it
+LOSSES = {
+    "pairs": "dpo",
+    "rated answers": "kto",
+    "answers": "cross_entropy",
+}  # a loss that takes the data
 
 
 def kind_of_row(row: dict[str, Any]) -> str:
@@ -178,15 +182,15 @@ def kind_of_row(row: dict[str, Any]) -> str:
     plan = plan_for(row)
     if plan.refusal is not None:
         return "pairs" if plan.refusal[0] == PREFERENCE or (_BETTER | _WORSE) & set(map(normal, row)) else ""
-    return "rated" if is_rated(plan, row) else "answers"
+    return "rated answers" if is_rated(plan, row) else "answers"
 
 
 def refusal_of_other(row: dict[str, Any], kind: str, taken: str) -> GraftuneError | None:
     """Why a whole file with such a row is refused by a loss for data of `kind`; `taken` says what that is."""
     found = kind_of_row(row)
-    if found in ("", kind) or (kind == "rated" and any(normal(name) in _LABELS for name in row)):
+    if found in ("", kind) or (kind == "rated answers" and any(normal(name) in _LABELS for name in row)):
         return None
-    what = {"pairs": PREFERENCE, "rated": RATED, "answers": "answers that are all right"}[found]
+    what = {"pairs": PREFERENCE, "rated answers": RATED, "answers": "answers that are all right"}[found]
     fix = f"set loss: {LOSSES[found]}, or give {taken}"
     return GraftuneError(f"holds {what}, and this loss takes {taken}", fix=fix)
 

@@ -301,6 +301,13 @@ def kind_of(examples: Sequence[Example]) -> str | None:
     return examples.store.kind if isinstance(examples, Examples) else None
 
 
+def side_of(examples: Sequence[Example], index: int) -> str:
+    """chosen or rejected, of an example of pairs; empty for other data. The chosen one comes first."""
+    if kind_of(examples) != "pairs":
+        return ""
+    return "rejected" if index and examples[index - 1].group == examples[index].group else "chosen"
+
+
 def _listed(example: Example, name: str) -> np.ndarray | None:
     values = example.weights if name == WEIGHTS else example.numbers.get(name)
     assert values is None or isinstance(values, list), f"{name} is one number, where one per token is asked for"

@@ -15,12 +15,15 @@ from typing import Any
 
 from graftune.data import columns
 from graftune.data.columns import ASKS, CHATS, EXTRAS, MEDIA, SYSTEMS, WEIGHT, normal
-from graftune.data.kind import DataKind, number_of
+from graftune.data.kind import ANSWERS, DataKind, number_of
 from graftune.data.record import Record, to_record
 from graftune.data.row import Refusal, plain, quoted, type_name
 from graftune.data.shared_prompt import DIFFERENT, EQUAL
+from graftune.data.source import rows, sources
 from graftune.data.turns import ROLES, Message, parsed
 from graftune.errors import GraftuneError
+from graftune.settings.config import DataConfig
+from graftune.settings.sources import DataValue
 
 EMPTY = "an empty side"
 # The chosen answer's column and the rejected one's. `response_0` and `response_a` are missing here: which of the two is
@@ -56,7 +59,7 @@ class PairKind(DataKind):
         return [replace(made[0], notes=(*made[0].notes, *unused)), made[1]]
 
     def refusal_of_all(self, row: dict[str, Any]) -> GraftuneError | None:
-        return columns.refusal_of_other(row, "pairs", "pairs of a chosen and a rejected answer")
+        return columns.refusal_of_other(row, self.name, "pairs of a chosen and a rejected answer")
 
 
 @dataclass(frozen=True)
@@ -80,11 +83,20 @@ class RatedKind(DataKind):
         return {"label": value}
 
     def refusal_of_all(self, row: dict[str, Any]) -> GraftuneError | None:
-        return columns.refusal_of_other(row, "rated", "answers rated good or bad by a column 'label'")
+        return columns.refusal_of_other(row, self.name, "answers rated good or bad by a column 'label'")
 
 
 PAIRS = PairKind("pairs", members=2, one_prompt=True)
 RATED = RatedKind("rated answers", numbers=("label",), one_prompt=True)
+
+
+def kind_of_data(value: DataValue, config: DataConfig) -> DataKind:
+    """The kind of data by its first row that shows one; answers where none does."""
+    kinds = {kind.name: kind for kind in (PAIRS, RATED, ANSWERS)}
+    for row in rows(sources(value), config.map, refused=lambda row: None, max_unpacked=config.max_unpacked):
+        if isinstance(row.value, dict) and (found := columns.kind_of_row(row.value)):
+            return kinds[found]
+    return ANSWERS
 
 
 def _own(row: dict[str, Any]) -> dict[str, str]:

@@ -6,6 +6,7 @@ came from. On a terminal without colour (or in a file) the trained text stands b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from graftune.arithmetic import ceil_div
 from graftune.batch import Example
+from graftune.data.columns import LOSSES
 from graftune.data.dataset import Dataset
 from graftune.data.summary import Summary, counted, share
 from graftune.data.token_text import heading, segments
@@ -22,37 +24,86 @@ from graftune.tokenizer import Tokenizer
 OPEN, CLOSE = "⟦", "⟧"
 TRAINED, PROMPT, HEADING = "bold green", "dim", "bold"
 SHOWN_DETAILS = 20
+SIDES = ("chosen", "rejected")
+NARROW = 100  # columns of a terminal; below, the answers to one prompt are shown one below the other
 BAR, BARS = "█", 40  # the longest bar has so many
 
 
 class MaskView:
-    """One example; marks instead of colours where the console has none."""
+    """One example from token `start` on; marks instead of colours where the console has none."""
 
-    def __init__(self, example: Example, tokenizer: Tokenizer):
-        self.example, self.tokenizer = example, tokenizer
+    def __init__(self, example: Example, tokenizer: Tokenizer, title: str = "", start: int = 0):
+        self.example, self.tokenizer, self.start = example, tokenizer, start
+        self.title = title or heading(example)
 
     def plain(self) -> str:
-        parts = (f"{OPEN}{text}{CLOSE}" if on else text for text, on in segments(self.example, self.tokenizer))
-        return "".join(parts)
+        runs = segments(self.example, self.tokenizer, self.start)
+        return "".join(f"{OPEN}{text}{CLOSE}" if on else text for text, on in runs)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(heading(self.example), style=HEADING)
+        yield Text(self.title, style=HEADING)
         if console.no_color or console.color_system is None:
             yield Text(self.plain())
         else:
-            runs = segments(self.example, self.tokenizer)
+            runs = segments(self.example, self.tokenizer, self.start)
             yield Text.assemble(*((text, TRAINED if on else PROMPT) for text, on in runs))
         yield Text("")
 
 
+class PairView:
+    """The two answers of a pair: their prompt, and below it both side by side."""
+
+    def __init__(self, examples: Sequence[Example], tokenizer: Tokenizer):
+        self.examples, self.tokenizer = examples, tokenizer
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        first = self.examples[0]
+        start = min(example.supervised.index(True) for example in self.examples)
+        yield Text(f"row {first.row}: {counted(start, 'token')} of prompt", style=HEADING)
+        yield Text(self.tokenizer.decode(first.tokens[:start]), style=PROMPT)
+        views = []
+        for example, side in zip(self.examples, SIDES, strict=True):
+            title = f"{side}: {counted(len(example.tokens) - start, 'token')}, {example.response_tokens} trained"
+            views.append(MaskView(example, self.tokenizer, title, start))
+        if options.max_width < NARROW:
+            yield from views
+        else:
+            table = Table.grid(padding=(0, 2), expand=True)
+            for _ in views:
+                table.add_column(ratio=1)
+            table.add_row(*views)
+            yield table
+
+
+def first_groups(dataset: Dataset, count: int) -> list[list[Example]]:
+    """The first `count` examples, or groups of those that belong together."""
+    found: list[list[Example]] = []
+    for example in dataset.examples:
+        if found and example.group == found[-1][0].group >= 0:
+            found[-1].append(example)
+        elif len(found) < count:
+            found.append([example])
+        else:
+            break
+    return found
+
+
 def preview(dataset: Dataset, tokenizer: Tokenizer, count: int) -> RenderableType:
     """The first `count` examples and the summary."""
-    views: list[RenderableType] = [MaskView(example, tokenizer) for example in dataset.examples[:count]]
-    return Group(*views, summary_table(dataset.summary), *lengths_view(dataset.summary), *_left_out(dataset.summary))
+    views: list[RenderableType] = []
+    for group in first_groups(dataset, count):
+        if dataset.kind == "pairs":
+            views.append(PairView(group, tokenizer))
+        else:
+            views += [MaskView(example, tokenizer) for example in group]
+    table = summary_table(dataset.summary, dataset.kind)
+    return Group(*views, table, *lengths_view(dataset.summary), *_left_out(dataset.summary))
 
 
-def summary_table(summary: Summary) -> Table:
+def summary_table(summary: Summary, kind: str = "answers") -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
+    if kind in LOSSES and kind != "answers":
+        table.add_row("kind", f"{kind}, for loss: {LOSSES[kind]} and others that take {kind}")
     kinds = ", ".join(f"{count} {kind}" for kind, count in summary.kinds.items())
     table.add_row("rows", Text(f"{summary.rows} ({kinds})"))
     table.add_row("examples", f"{summary.examples}, the longest of {summary.longest} tokens")
@@ -104,6 +155,7 @@ def summary_json(dataset: Dataset, tokenizer: Tokenizer | None = None, count: in
     summary = dataset.summary
     result: dict[str, Any] = {
         "path": dataset.path,
+        "kind": dataset.kind,
         "sha256": dataset.sha256,
         **{key: value for key, value in summary.document().items() if key != "details"},
         "supervised_share": summary.supervised_share,
@@ -116,11 +168,14 @@ def summary_json(dataset: Dataset, tokenizer: Tokenizer | None = None, count: in
         result["preview"] = [
             {
                 "row": example.row,
+                **({"group": example.group} if example.group >= 0 else {}),
+                **({"numbers": example.numbers} if example.numbers else {}),
                 "tokens": len(example.tokens),
                 "response_tokens": example.response_tokens,
                 "response_weight": example.response_weight,
                 "segments": [{"text": text, "trained": on} for text, on in segments(example, tokenizer)],
             }
-            for example in dataset.examples[:count]
+            for group in first_groups(dataset, count)
+            for example in group
         ]
     return result

@@ -50,11 +50,11 @@ class Pieces:
         return self._tokenizer.decode([*self._anchor, *ids])[self._skipped :]
 
 
-def segments(example: Example, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
-    """The example's text in runs of trained and untrained tokens."""
-    start, shown = 0, ""
+def segments(example: Example, tokenizer: Tokenizer, start: int = 0) -> Iterator[tuple[str, bool]]:
+    """The example's text from token `start` on, in runs of trained and untrained tokens."""
+    shown = tokenizer.decode(example.tokens[:start]) if start else ""
     flags = example.supervised
-    for end in range(1, len(flags) + 1):
+    for end in range(start + 1, len(flags) + 1):
         if end < len(flags) and flags[end] == flags[start]:
             continue
         # Decoded from the beginning each time: SentencePiece decoders drop the first space of what they are given.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from graftune.batch import Example
+from graftune.data.encoded import side_of
 from graftune.data.token_text import Pieces
 from graftune.io.files import write_file
 from graftune.tokenizer import Tokenizer
@@ -23,9 +24,9 @@ PREVIEW = "preview.jsonl"
 EXAMPLES, TOKENS, LARGEST = 200, 4096, 4 << 20
 
 
-def shown_example(index: int, example: Example, pieces: Pieces) -> dict[str, Any]:
+def shown_example(index: int, example: Example, pieces: Pieces, side: str = "") -> dict[str, Any]:
     """An example as the page shows it. `truncated`: it was shortened to fit max_seq_len, or has more tokens than are
-    shown here."""
+    shown here. `side`: chosen or rejected, where it is an answer of a pair."""
     shown: dict[str, Any] = {
         "index": index,
         "row": example.row,  # as on the terminal: from 1
@@ -33,6 +34,10 @@ def shown_example(index: int, example: Example, pieces: Pieces) -> dict[str, Any
         "trained": [int(on) for on in example.supervised[:TOKENS]],
         "truncated": example.shortened or len(example.tokens) > TOKENS,
     }
+    if side:
+        shown |= {"group": example.group, "side": side}
+    if example.numbers:
+        shown["numbers"] = {name: value for name, value in example.numbers.items() if not isinstance(value, list)}
     return shown if example.weights is None else {**shown, "weights": example.weights[:TOKENS]}
 
 
@@ -71,7 +76,8 @@ class Preview(Hook):
 def write_preview(path: Path, examples: Sequence[Example], tokenizer: Tokenizer) -> None:
     pieces, lines, size = Pieces(tokenizer), list[bytes](), 0
     for index in range(min(EXAMPLES, len(examples))):
-        line = json.dumps(shown_example(index, examples[index], pieces), separators=(",", ":")).encode() + b"\n"
+        shown = shown_example(index, examples[index], pieces, side_of(examples, index))
+        line = json.dumps(shown, separators=(",", ":")).encode() + b"\n"
         size += len(line)
         if size > LARGEST:
             break

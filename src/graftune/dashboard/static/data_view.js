@@ -73,7 +73,7 @@ export class DataView {
     this.back.disabled = this.page === 0;
     this.forth.disabled = this.page >= this.pages - 1;
     const none = this.search ? "No example has this text." : "There are no examples to show.";
-    fill(this.list, found.examples.length ? found.examples.map(example) : el("p", { class: "dim" }, none));
+    fill(this.list, found.examples.length ? grouped(found.examples) : el("p", { class: "dim" }, none));
   }
 
   close() {
@@ -82,11 +82,24 @@ export class DataView {
   }
 }
 
+// The two answers of a pair stand side by side.
+function grouped(examples) {
+  const made = [];
+  examples.forEach((one, at) => {
+    const before = examples[at - 1];
+    const joins = one.side === "rejected" && before?.side === "chosen" && before.group === one.group;
+    if (joins) made.push(el("div", { class: "pair" }, made.pop(), example(one)));
+    else made.push(example(one));
+  });
+  return made;
+}
+
 // Rows are numbered as `graftune data` numbers them; a folder of an earlier version has no such numbers.
-function example({ index, row, tokens, trained, truncated, weights }) {
+function example({ index, row, tokens, trained, truncated, weights, side, numbers }) {
   const supervised = trained.reduce((sum, each) => sum + (each ? 1 : 0), 0);
-  const facts = `${count(supervised)} of ${count(tokens.length)} tokens trained (${percent(tokens.length ? supervised / tokens.length : 0)})`;
-  const head = el("h2", {}, row ? `Row ${count(row)}` : `Example ${count(index + 1)}`, el("span", { class: "dim" }, ` ${facts}`), truncated ? el("span", { class: "tag" }, "truncated") : null);
+  const named = Object.entries(numbers ?? {}).map(([name, value]) => `, ${name} ${value}`).join("");
+  const facts = `${count(supervised)} of ${count(tokens.length)} tokens trained (${percent(tokens.length ? supervised / tokens.length : 0)})${named}`;
+  const head = el("h2", {}, row ? `Row ${count(row)}` : `Example ${count(index + 1)}`, side ? el("span", { class: "tag" }, side) : null, el("span", { class: "dim" }, ` ${facts}`), truncated ? el("span", { class: "tag" }, "truncated") : null);
   return el("article", { class: "example", data: { index } }, head, el("p", { class: "tokens" }, pieces(tokens, trained, weights)));
 }
 
