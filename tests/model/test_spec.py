@@ -85,13 +85,17 @@ def test_variants_that_are_not_known_are_refused() -> None:
 @pytest.mark.parametrize(
     ("names", "why"),
     [
-        ("nemotron_h falcon_h1 mamba2 falcon-h1 granitehybrid", "Mamba-2 layers, which are not supported"),
         (
-            "deepseek_v2 deepseek_v3 glm4_moe_lite mistral4 deepseek2",
+            "nemotron_h nemotron_h_omni falcon_h1 mamba2 falcon-h1 granitehybrid",
+            "Mamba-2 layers, which are not supported",
+        ),
+        (
+            "deepseek_v2 deepseek_v3 glm4_moe_lite glm_moe_dsa glm5-next mistral4 mistral_large4 deepseek2 deepseek32",
             r"attention \(MLA\), which is not supported",
         ),
         ("kimi_linear kimi-linear", "linear attention, which is not supported"),
-        ("qwen4_exp cohere2 llama4 llama4_text", "not supported"),
+        ("qwen4_exp cohere2 cohere2moe llama4 llama4_text", "not supported"),
+        ("deepseek_v4 deepseek4", "compressed keys, which is not supported"),
         ("gpt_oss gpt-oss gemma4 gemma4_text gemma4_unified", "not supported yet"),
         ("qwen3_5_moe qwen35moe qwen3_next qwen3next glm4_moe glm4moe olmoe lfm2_moe lfm2moe", "not supported yet"),
     ],
@@ -102,6 +106,29 @@ def test_architectures_that_are_refused_say_why(names: str, why: str) -> None:
             from_config({"model_type": name}, "x")
         with pytest.raises(GraftuneError, match=f"x: architecture '{name}' .*{why}"):
             from_gguf({"general.architecture": name}, {}, "x")
+
+
+def test_the_text_model_of_an_unknown_checkpoint_is_named_where_it_is_refused() -> None:
+    with pytest.raises(GraftuneError, match="'cohere2' has layer norms with a mean"):
+        from_config({"model_type": "some_vision", "text_config": {"model_type": "cohere2"}}, "x")
+    with pytest.raises(GraftuneError, match="'some_vision' is not known"):
+        from_config({"model_type": "some_vision", "text_config": {"model_type": "llama"}}, "x")
+
+
+def test_a_text_model_under_the_name_of_its_checkpoint() -> None:
+    """transformers goes by the outer model type alone."""
+    text = tiny.config("qwen3_5")
+    want = from_config({"model_type": "qwen3_5", "text_config": text}, "x")
+    assert from_config({"model_type": "qwen3_5", "text_config": text | {"model_type": "qwen3_5"}}, "x") == want
+
+
+def test_what_ministral_3_leaves_out() -> None:
+    import transformers
+
+    whole = transformers.Ministral3Config(num_hidden_layers=2).to_dict()
+    said = from_config(whole, "x")
+    assert from_config({k: v for k, v in whole.items() if k != "rope_parameters"}, "x") == said
+    assert said.ropes[0].temperature > 0
 
 
 def test_what_gemma_3_leaves_out_with_its_vision_tower() -> None:

@@ -54,6 +54,13 @@ def test_a_name_means_all_paths_that_end_in_it(asked: Any, paths: list[str], nam
     assert part is spec.layers[1].parts[-1] and inner == "gate_proj.weight"
 
 
+@pytest.mark.parametrize("variant", ["lfm2", "lfm3", "granitemoehybrid"])
+def test_a_part_of_what_the_family_does_not_have_is_refused(variant: str) -> None:
+    """They have no gate_proj, and no gate_up_proj that it would be a part of."""
+    with pytest.raises(GraftuneError, match=f"{variant} has no gate_proj; use"):
+        targets_of(spec_of(variant), LoraConfig(targets=("gate_proj", "q_proj")))
+
+
 def test_what_a_target_may_be() -> None:
     assert is_target("mlp.w1") and not is_target("mlp.x_proj") and not is_target("layers.0.q_proj")
     assert expand_targets(("mlp.up_proj", "qv")) == ("q_proj", "v_proj", "mlp.up_proj")

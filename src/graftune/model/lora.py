@@ -53,7 +53,8 @@ def targets_of(spec: ModelSpec, config: LoraConfig) -> tuple[str, ...]:
                 f"targets: {spec.family} has no {given[0]}, it is a part of {fused}", fix=f"use {fused} or all_linear"
             )
         wanted.update(matching[fused])
-    unknown = [p for p in asked if not matching[p] and not any(p in parts for parts in FUSED.values())]
+    known = {part for fused, parts in FUSED.items() if matching[fused] for part in parts}
+    unknown = [p for p in asked if not matching[p] and p not in known]
     if unknown:
         names = dict.fromkeys(path.rpartition(".")[2] for path in spec.projections)
         raise GraftuneError(f"targets: {spec.family} has no {unknown[0]}", fix=f"use {', '.join(names)} or all_linear")

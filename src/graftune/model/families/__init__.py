@@ -89,13 +89,15 @@ def from_config(config: Config, where: str) -> ModelSpec:
     model_type = str(config.get("model_type", ""))
     if not is_multimodal(config):
         if model_type not in MODEL_TYPES:
-            raise _unknown(model_type, where)
+            raise _unknown(_refused_inside(config) or model_type, where)
         return MODEL_TYPES[model_type].spec(config, where)
     inside = {family.hf_type: family for family in FAMILIES.values() if model_type in family.outer}
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         raise GraftuneError("has no text_config", where=where, fix="download the model again")
-    text_type = str(text.get("model_type") or next(iter(inside)))
+    text_type = str(text.get("model_type") or "")
+    if text_type in ("", model_type):  # transformers goes by the outer one
+        text_type = next(iter(inside))
     if text_type not in inside:
         raise _unknown(text_type, where)
     tied = config.get("tie_word_embeddings")  # transformers goes by this one
@@ -125,6 +127,13 @@ def from_gguf(metadata: Config, tensors: Mapping[str, Any], where: str) -> Model
 def by_architecture(arch: str) -> Family | None:
     """A family of one of GGUF's architectures: those that share one have the same names."""
     return next((family for family in FAMILIES.values() if family.arch == arch), None)
+
+
+def _refused_inside(config: Config) -> str:
+    """The model type of the text model in a checkpoint of an unknown outer type, if it is one that is refused."""
+    text = config.get("text_config")
+    found = str(text.get("model_type", "")) if isinstance(text, Mapping) else ""
+    return found if found in REFUSED and config.get("model_type") not in REFUSED else ""
 
 
 def _unknown(model_type: str, where: str) -> GraftuneError:

@@ -19,6 +19,11 @@ from graftune.model.part import MixerSpec
 from graftune.model.rotary import RopeSpec, yarn_attention
 from graftune.model.spec import ModelSpec
 
+# Ministral 3's rope where its configuration has none.
+MINISTRAL3_ROPE = {
+    "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16_384,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 _EXPERT_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's, and ours
 
 
@@ -66,6 +71,11 @@ class SmolLm3(Family):
 @dataclass(frozen=True)
 class Ministral3(Family):
     """Multiplies queries by 1 + beta * log(1 + position // original length); the beta stands beside rope's values."""
+
+    def completed(self, config: Config) -> dict[str, Any]:
+        found = super().completed(config)
+        stated = any(found.get(key) for key in ("rope_parameters", "rope_scaling", "rope_theta"))
+        return found if stated else found | {"rope_parameters": MINISTRAL3_ROPE}
 
     def ropes(self, get: Getter, head_width: int) -> tuple[RopeSpec, RopeSpec]:
         full, local = super().ropes(get, head_width)

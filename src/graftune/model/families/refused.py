@@ -8,16 +8,22 @@ _YET = "not supported yet"
 _REASONS: tuple[tuple[str, str], ...] = (
     (
         "has Mamba-2 layers, which are not supported",
-        "mamba2 nemotron_h nemotronh nemotron_h_moe granitehybrid falcon_h1 falcon-h1 bamba zamba2 plamo2",
+        "mamba2 nemotron_h nemotronh nemotron_h_moe nemotron_h_omni granitehybrid falcon_h1 falcon-h1 bamba zamba2 "
+        "plamo2",
     ),
     ("has Mamba layers, which are not supported", "mamba falcon_mamba jamba"),
     (
         "has multi-head latent attention (MLA), which is not supported",
-        "deepseek_v2 deepseek_v3 deepseek_v32 deepseek2 glm4_moe_lite glm-dsa mistral4 kimi_k2 minicpm3 longcat_flash",
+        "deepseek_v2 deepseek_v3 deepseek_v32 deepseek2 deepseek32 glm4_moe_lite glm_moe_dsa glm-dsa glm5_next "
+        "glm5_next_text glm5-next mistral4 mistral_large4 mistral_large4_text kimi_k2 kimi_k25 minicpm3 longcat_flash",
     ),
+    ("has attention over compressed keys, which is not supported", "deepseek_v4 deepseek4"),
     ("has Kimi's linear attention, which is not supported", "kimi_linear kimi-linear"),
     ("has hyper-connections and indexed attention, which are not supported", "qwen4_exp qwen4_exp_text qwen4exp"),
-    ("has layer norms with a mean and parallel layers, which are not supported", "cohere cohere2 command-r"),
+    (
+        "has layer norms with a mean and parallel layers, which are not supported",
+        "cohere cohere2 cohere2_moe cohere2moe command-r",
+    ),
     ("has attention in chunks, which is not supported", "llama4 llama4_text"),
     (f"(attention sinks with MXFP4 experts) is {_YET}", "gpt_oss gpt-oss"),
     (f"(Gemma 4) is {_YET}", "gemma4 gemma4_text gemma4_unified gemma4_unified_text gemma4_assistant"),
