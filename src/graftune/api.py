@@ -22,14 +22,14 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 from graftune.data.dataset import Dataset
 from graftune.data.memory import as_value
 from graftune.errors import GraftuneError
 from graftune.exporting import Exported
 from graftune.exporting import export as export_target
-from graftune.losses import Loss
+from graftune.losses import LOSSES, Loss
 from graftune.observe.console import Console
 from graftune.observe.events import Event
 from graftune.observe.memory import free_bytes
@@ -38,7 +38,7 @@ from graftune.run_folder import adapter_folder, find_state, is_run, open_state, 
 from graftune.runtime import device_of, set_up
 from graftune.session import Batch, Sample, Session, StepStats, arguments, open_session
 from graftune.settings import auto
-from graftune.settings.config import Config, leaves
+from graftune.settings.config import LOSS_SETTINGS, Config, LossName, leaves
 from graftune.settings.keywords import Settings
 from graftune.step.accumulator import Accumulator
 from graftune.step.evaluate import EvalResult
@@ -64,8 +64,6 @@ __all__ = [
     "open",
     "train",
 ]
-
-LossName = Literal["cross_entropy", "anchored"]
 
 
 def open(
@@ -102,7 +100,8 @@ def open(
     console.note(f"device: {session.runtime.describe()}; attention: {parts.attention.backend}")
     console.note(f"frozen weights: {parts.placement.describe()}")
     if given.get("lr", "auto") == "auto":
-        console.note(auto.said(Config(), session.config, session.base.spec.parameters))
+        own = LOSSES[session.config.train.loss].lr
+        console.note(auto.said(Config(), session.config, session.base.spec.parameters, own))
     if note := session.tokenizer.refused_template:
         console.note(note)
     return session
@@ -123,7 +122,10 @@ def _opened(base: str, adapter: str, settings: dict[str, Any]) -> Session:
         # The run's settings of data and loss hold for its evaluation too; its template is saved with the adapter.
         stored = Config.of_run(folder).nested()
         kept = {k: v for k, v in stored["data"].items() if k not in ("template", "append_eos")}
-        settings = kept | {name: stored["train"][name] for name in ("loss", "anchor")} | settings
+        loss = {name: stored["train"][name] for name in LOSS_SETTINGS}
+        if loss["reference"] == "start":  # which a finished run has not kept; its checkpoints are opened with it
+            loss["reference"] = "base"
+        settings = kept | loss | settings
     config = Config.of(settings | {"base": base if adapter or not tuned else ""}, where="settings")
     if tuned:
         config = with_adapter(config, load_adapter(adapter_folder(folder)))

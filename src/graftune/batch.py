@@ -56,6 +56,9 @@ class Field:
         return rows if self.per == "label" else documents
 
 
+Ahead = Callable[[Sequence[Example]], Sequence[Example]]
+
+
 @dataclass(frozen=True)
 class BatchLayout:
     """What a loss asks of the batches. The default is cross-entropy's: labels alone, divided by their number."""
@@ -66,6 +69,8 @@ class BatchLayout:
     # A number per example: those with the same number, which follow each other, stay together in one micro-batch. Set
     # from the data where a loss takes data of groups.
     groups: Callable[[Sequence[Example]], np.ndarray] | None = None
+    # Makes other examples of all those of an optimizer step, whose sums the loss needs before the step's micro-batches.
+    ahead: Ahead | None = None
 
 
 PLAIN = BatchLayout()
@@ -90,6 +95,8 @@ class PackedBatch:
     # What this batch adds to the divisor of its optimizer step; where it is not said, its response tokens.
     divisor: float = None  # type: ignore[assignment]
     extra: Mapping[str, torch.Tensor] = field(default_factory=dict)  # the fields of the loss's layout, by name
+    # Of the first micro-batch of a step, if the layout has `ahead`: this rank's batches of those examples.
+    ahead: tuple[PackedBatch, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.divisor is None:
@@ -104,5 +111,10 @@ class PackedBatch:
         }
         extra = {name: value.to(device, non_blocking=True) for name, value in self.extra.items()}
         return PackedBatch(
-            **moved, lengths=self.lengths, response_tokens=self.response_tokens, divisor=self.divisor, extra=extra
+            **moved,
+            lengths=self.lengths,
+            response_tokens=self.response_tokens,
+            divisor=self.divisor,
+            extra=extra,
+            ahead=self.ahead,
         )

@@ -22,7 +22,7 @@ from graftune.io.files import check_plain, whole
 from graftune.model.arena import Arena
 from graftune.model.lora import build_arena, target_names, targets_of
 from graftune.session import Session, open_session, with_template
-from graftune.settings.config import Config, LoraConfig, expand_targets
+from graftune.settings.config import LOSS_SETTINGS, Config, LoraConfig, expand_targets
 from graftune.weights import checkpoint
 from graftune.weights.adapter import Adapter, adapter_tensors, is_adapter, load_adapter
 from graftune.weights.base import Base, default_base, open_base, with_new_tokens
@@ -210,7 +210,7 @@ def open_state(state: RunCheckpoint, settings: dict[str, Any]) -> Session:
     """Open the model at that step. `settings` override the run's; the run's settings of its machine are not used."""
     stored = state.config.nested()
     base = {name: value for name, value in stored["base"].items() if name not in _HERE}
-    train = {name: stored["train"][name] for name in ("method", "seed", "loss", "anchor")}
+    train = {name: stored["train"][name] for name in ("method", "seed", *LOSS_SETTINGS)}
     config = Config.of({**base, **stored["lora"], **stored["data"], **train, **settings}, where="settings")
     session = open_session(config)
     arena = session.parts.arena

@@ -17,7 +17,7 @@ from typing import Any
 
 from graftune.batch import PLAIN, BatchLayout, Example, PackedBatch
 from graftune.data.encoded import lengths_of, responses_of, take
-from graftune.data.pack import Capacities, capacities, divided, pack, pack_nothing, plan_epoch
+from graftune.data.pack import Capacities, capacities, divided, pack, pack_ahead, pack_nothing, plan_epoch
 from graftune.ranks import WHOLE, Share
 
 
@@ -109,11 +109,14 @@ class Loader:
     def _staged(self, step: list[list[int]], stage: Callable[[PackedBatch], Any]) -> list[Any]:
         limits = self._limits._asdict() if self.fixed and self._limits is not None else {}
         mine = [step[number] if number < len(step) else [] for number in divided(step, self.lengths, self.share)]
-        return [
-            stage(
-                pack(take(self.examples, indices), layout=self.layout, **limits)
-                if indices
-                else pack_nothing(self.layout, **limits)
-            )
+        packed = [
+            pack(take(self.examples, indices), layout=self.layout, **limits)
+            if indices
+            else pack_nothing(self.layout, **limits)
             for indices in mine
         ]
+        if self.layout.ahead is not None:
+            # In the order of the data, which does not depend on how the step is divided.
+            whole = take(self.examples, sorted(itertools.chain.from_iterable(step)))
+            packed[0].ahead = pack_ahead(whole, self.layout, self.micro_capacity, self.share)
+        return [stage(batch) for batch in packed]

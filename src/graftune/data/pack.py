@@ -262,3 +262,18 @@ def pack_nothing(
         response_tokens=0,
         extra=padded,
     )
+
+
+def pack_ahead(
+    examples: Sequence[Example], layout: BatchLayout, capacity: int, share: Share
+) -> tuple[PackedBatch, ...]:
+    """This rank's batches, of exact shapes, of what the layout's `ahead` makes of all examples of a step. All ranks
+    have equally many."""
+    assert layout.ahead is not None
+    made = layout.ahead(examples)
+    bins = bins_in_order(made, capacity, layout)
+    mine = divided(bins, lengths_of(made), share)
+    return tuple(
+        pack([made[index] for index in bins[number]], layout=layout) if number < len(bins) else pack_nothing(layout)
+        for number in mine
+    )

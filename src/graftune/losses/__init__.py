@@ -1,17 +1,23 @@
-"""The losses, one file each, and the choice between them (`choose`). A user's own loss declares with `DataKind`,
-`BatchLayout` and `Field` which data it takes and what its batches contain."""
+"""The losses, one file or family of formulas each, and the table in which `choose` looks them up by name (`LOSSES`). A
+user's own loss declares with `DataKind`, `BatchLayout` and `Field` which data it takes and what its batches contain."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 from graftune.batch import BatchLayout, Example, Field, PackedBatch
 from graftune.data.kind import DataKind
 from graftune.errors import GraftuneError
+from graftune.losses import preference as pairs
 from graftune.losses.anchored import Anchored
 from graftune.losses.cross_entropy import CrossEntropy
-from graftune.losses.interface import Computed, LogProbLoss, Loss, checked, reference_log_probs
-from graftune.settings.config import TrainConfig
+from graftune.losses.interface import Computed, LogProbLoss, Loss, checked, reference_log_probs, sums_ahead
+from graftune.losses.kto import Kto, KtoZero
+from graftune.settings.config import LOSS_SETTINGS, TrainConfig
 
 __all__ = [
+    "LOSSES",
     "Anchored",
     "BatchLayout",
     "Computed",
@@ -25,21 +31,54 @@ __all__ = [
     "checked",
     "choose",
     "reference_log_probs",
+    "sums_ahead",
 ]
+
+
+class LossRow(NamedTuple):
+    make: Callable[..., Loss]
+    settings: tuple[str, ...] = ()  # those that it uses, as arguments of `make`; others are refused if they are set
+    beta: float = 0.0  # unless it is set
+    lr: float | None = None  # unless it is set; None: by the size of the model (settings/auto.py)
+
+
+_BETA, _LR = 0.1, 1e-5
+_PAIR = ("beta", "sft_share", "reference")
+_RATED = ("beta", "desirable_weight", "undesirable_weight", "reference")
+LOSSES: dict[str, LossRow] = {
+    "cross_entropy": LossRow(CrossEntropy),
+    "anchored": LossRow(Anchored, ("anchor",)),
+    "dpo": LossRow(pairs.Dpo, _PAIR, _BETA, _LR),
+    "dpo_norm": LossRow(pairs.DpoNorm, _PAIR, _BETA, _LR),
+    "ipo": LossRow(pairs.Ipo, _PAIR, _BETA, _LR),
+    "hinge": LossRow(pairs.Hinge, _PAIR, _BETA, _LR),
+    "robust": LossRow(pairs.Robust, (*_PAIR, "label_smoothing"), _BETA, _LR),
+    "apo_zero": LossRow(pairs.ApoZero, _PAIR, _BETA, _LR),
+    "simpo": LossRow(pairs.SimPo, ("beta", "sft_share", "gamma"), 2.5, _LR),
+    "orpo": LossRow(pairs.Orpo, ("beta",), _BETA, _LR),
+    "kto": LossRow(Kto, _RATED, _BETA, _LR),
+    "kto_zero": LossRow(KtoZero, _RATED, _BETA, _LR),
+}
 
 
 def choose(settings: TrainConfig) -> Loss:
     """The loss that the settings name. Refuses settings that do not fit together."""
-    if settings.loss == "cross_entropy":
-        if settings.anchor != TrainConfig.anchor:
+    name, row, default = settings.loss, LOSSES[settings.loss], TrainConfig()
+    for setting in LOSS_SETTINGS[1:]:
+        if setting not in row.settings and getattr(settings, setting) != getattr(default, setting):
+            users = " or ".join(other for other, one in LOSSES.items() if setting in one.settings)
             raise GraftuneError(
-                "anchor is set and loss is cross_entropy, which has none",
-                fix="leave anchor out, or set loss to anchored",
+                f"{setting} is set and loss is {name}, which does not use it",
+                fix=f"leave {setting} out, or set loss to {users}",
             )
-        return CrossEntropy()
-    if settings.method != "lora":
+    values = {setting: getattr(settings, setting) for setting in row.settings}
+    if "beta" in values:
+        values["beta"] = settings.beta or row.beta
+    loss = row.make(**values)
+    if loss.reference == "base" and settings.method != "lora":
+        other = "reference to start" if "reference" in row.settings else "loss to cross_entropy"
         raise GraftuneError(
-            f"loss is anchored and method is {settings.method}, which leaves no base to compare with",
-            fix="set loss to cross_entropy, or method to lora",
+            f"loss is {name} and method is {settings.method}, which leaves no base to compare with",
+            fix=f"set {other}, or method to lora",
         )
-    return Anchored(settings.anchor)
+    return loss

@@ -51,6 +51,9 @@ class Loss(ABC):
     reference: Literal["", "base", "start"] = ""
 
     data: DataKind = ANSWERS  # the kind of data that it takes
+    # How many sums over the whole optimizer step it needs before the step's micro-batches. They are computed in forward
+    # passes over the examples that the layout's `ahead` makes, and found in `batch.extra["ahead"]`.
+    ahead: int = 0
 
     @property
     def sums(self) -> int:
@@ -105,6 +108,10 @@ class Loss(ABC):
     ) -> Computed:
         """Compute the loss of a batch. `reference` [R] fp32: log p(label) of the reference model. `scale`: fp16's loss
         scale, which multiplies only the gradient."""
+
+    def sums_ahead(self, log_probs: torch.Tensor, reference: torch.Tensor | None, batch: PackedBatch) -> torch.Tensor:
+        """The sums [ahead] of one batch of the examples ahead, from log p(label) [R] of model and reference."""
+        raise NotImplementedError(f"{type(self).__name__} declares sums ahead and does not compute them")
 
     def cross_entropy(self, loss: float, figures: Mapping[str, float]) -> float | None:
         """The mean cross-entropy per token, from which an evaluation computes perplexity, if the loss has one."""
@@ -193,6 +200,13 @@ def reference_log_probs(
     assert start is not None, "a session with such a loss keeps a snapshot of the start"
     with start.restored():
         return _log_probs(decoder, batch, replace(ctx, adapted=True, dropout=None))
+
+
+def sums_ahead(loss: Loss, decoder: Decoder, batch: PackedBatch, ctx: PassContext, start: Start | None) -> torch.Tensor:
+    """The loss's sums over a batch of the examples ahead, from forward passes without a tape. Without dropout."""
+    ctx = replace(ctx, dropout=None)
+    reference = reference_log_probs(loss, decoder, batch, ctx, start)
+    return loss.sums_ahead(_log_probs(decoder, batch, ctx), reference, batch)
 
 
 def _log_probs(decoder: Decoder, batch: PackedBatch, ctx: PassContext) -> torch.Tensor:

@@ -17,7 +17,7 @@ from graftune.data.dataset import Dataset, prepare
 from graftune.data.encoded import lengths_of, take
 from graftune.data.loader import Loader
 from graftune.data.memory import Data, as_given
-from graftune.data.pack import bins_in_order, largest, pack
+from graftune.data.pack import bins_in_order, largest, pack, pack_ahead
 from graftune.data.summary import counted
 from graftune.errors import GraftuneError
 from graftune.losses import Loss
@@ -230,6 +230,9 @@ class BatchFeed:
         self.resolve_auto(None, layout)
         bins = bins_in_order(examples, self.parts.config.train.tokens_per_micro_batch, layout)
         packed = [pack(take(examples, held), layout=layout) for held in bins]
+        if layout.ahead is not None:
+            capacity = self.parts.config.train.tokens_per_micro_batch
+            packed[0].ahead = pack_ahead(examples, layout, capacity, self.parts.share)
         return Batch(packed, int(lengths_of(examples).sum()), sum(one.response_tokens for one in packed))
 
     def examples(self, data: Data | Dataset, verb: str) -> Dataset:

@@ -21,7 +21,7 @@ from graftune.dist.world import World
 from graftune.errors import GraftuneError
 from graftune.io.files import check_inside
 from graftune.kernels import attention
-from graftune.losses import choose
+from graftune.losses import LOSSES, choose
 from graftune.model.bundles import BundleStorage, HostMemory
 from graftune.model.lora import initialise, start_from_scratch
 from graftune.observe.memory import free_bytes
@@ -69,7 +69,7 @@ def open_session(
     attend = attention_for(base, runtime, config.data.max_seq_len)
     whole = hf_config(base) if method != "lora" else None
     placement = placement or _placed(config, base, runtime, world)
-    resolved = auto.with_lr(config, base.spec.parameters).replace(
+    resolved = auto.with_lr(config, base.spec.parameters, LOSSES[config.train.loss].lr).replace(
         device=str(runtime.device),
         compute_dtype=runtime.compute_name,
         base_dtype=placement.base_dtype,

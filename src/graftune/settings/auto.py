@@ -36,10 +36,12 @@ def defaults_of(parameters: int) -> SizeDefaults:
     return next(size for size in SIZES if parameters < size.parameters)
 
 
-def with_lr(config: Config, parameters: int) -> Config:
-    """The settings with `lr` as a number."""
+def with_lr(config: Config, parameters: int, own: float | None = None) -> Config:
+    """The settings with `lr` as a number. `own`: the loss's own, if it has one."""
     if config.optim.lr != "auto":
         return config
+    if own is not None:
+        return config.replace(lr=own)
     size = defaults_of(parameters)
     return config.replace(lr=size.full_lr if config.train.method == "full" else size.lora_lr)
 
@@ -56,8 +58,8 @@ def with_step_tokens(config: Config, parameters: int, tokens: int = 0, examples:
     return config.replace(tokens_per_step=found)
 
 
-def said(asked: Config, found: Config, parameters: int) -> str:
-    """What was chosen and why, in one line; empty if nothing was."""
+def said(asked: Config, found: Config, parameters: int, own: float | None = None) -> str:
+    """What was chosen and why, in one line; empty if nothing was. `own`: the loss's own lr, if it has one."""
     chosen = []
     if asked.train.tokens_per_step == "auto" != found.train.tokens_per_step:
         few = found.train.step_tokens < defaults_of(parameters).tokens
@@ -65,7 +67,8 @@ def said(asked: Config, found: Config, parameters: int) -> str:
         chosen.append(f"tokens_per_step {found.train.step_tokens} {why}")
     if asked.optim.lr == "auto" != found.optim.lr:
         method = {"lora": "LoRA", "full": "every weight", "scratch": "training from scratch"}[found.train.method]
-        chosen.append(f"lr {found.optim.peak_lr:g} for {method} on {_count(parameters)} parameters")
+        why = f"{method} on {_count(parameters)} parameters" if own is None else f"the loss {found.train.loss}"
+        chosen.append(f"lr {found.optim.peak_lr:g} for {why}")
     return f"auto: {', '.join(chosen)}" if chosen else ""
 
 

@@ -46,6 +46,16 @@ PARTS = {"all_linear", "attention", "mlp"}  # those that mean whatever a layer h
 _SPELLINGS = {"all-linear": "all_linear", "all": "all_linear"}  # PEFT's and LLaMA-Factory's
 
 
+LossName = Literal[
+    "cross_entropy", "anchored", "dpo", "dpo_norm", "ipo", "hinge", "robust", "apo_zero", "simpo", "orpo", "kto",
+    "kto_zero",
+]  # fmt: skip
+# The settings that decide what is minimised. Which loss uses which: losses/__init__.py.
+LOSS_SETTINGS = (
+    "loss", "anchor", "beta", "gamma", "label_smoothing", "sft_share", "desirable_weight", "undesirable_weight",
+    "reference",
+)  # fmt: skip
+
 # Whether a resumed run may have another value. fixed: no, since it decides what the run computes. content: a file or
 # folder that may have moved; a digest of its content is compared instead. stored: yes, and config.yaml keeps the new
 # value. free: yes, for this time only; the value does not decide what the run computes.
@@ -201,7 +211,7 @@ class DataConfig:
 class OptimConfig:
     lr: float | Literal["auto"] = opt(
         "auto",
-        "peak learning rate; auto: by the size of the model and the method (docs/choosing.md)",
+        "peak learning rate; auto: by the size of the model and the method, for preferences 1e-5 (docs/choosing.md)",
         resume="fixed",
         min=0,
     )
@@ -231,10 +241,10 @@ class TrainConfig:
         "what trains: adapters, every weight of the base, or every weight from random ones (base: a config)",
         resume="fixed",
     )
-    loss: Literal["cross_entropy", "anchored"] = opt(
+    loss: LossName = opt(  # noqa: RUF009 (an alias of names)
         "cross_entropy",
-        "what is minimised: cross-entropy of the response tokens, or that plus a penalty on moving away from the "
-        "base's own log-probabilities of them (anchored)",
+        "what is minimised: cross-entropy of the response tokens, or that plus a penalty on moving away from the base "
+        "(anchored); from dpo on: preferences (docs/preferences.md)",
         resume="fixed",
     )
     anchor: float = opt(
@@ -242,6 +252,30 @@ class TrainConfig:
         "anchored: factor of the squared difference to the base's log-probability of each response token",
         resume="fixed",
         min=0,
+    )
+    beta: float = opt(
+        0.0,
+        "preferences: how strongly a difference in log-probability counts; 0: 0.1, of simpo 2.5",
+        resume="fixed",
+        min=0,
+    )
+    gamma: float = opt(1.375, "simpo: margin by which the chosen answer has to win", resume="fixed", min=0)
+    label_smoothing: float = opt(
+        0.1, "robust: share of the pairs that are taken to be the wrong way round", resume="fixed", min=0, max=0.49
+    )
+    sft_share: float = opt(
+        0.0,
+        "pairs: factor of the chosen answer's cross-entropy, its mean per answer, that is added to the loss",
+        resume="fixed",
+        min=0,
+    )
+    desirable_weight: float = opt(1.0, "kto: weight of answers that are rated good", resume="fixed", min=0)
+    undesirable_weight: float = opt(1.0, "kto: weight of answers that are rated bad", resume="fixed", min=0)
+    reference: Literal["base", "start"] = opt(
+        "base",
+        "preferences: the model that log-probabilities are compared with: the base without adapters, or the weights at "
+        "the start of the run (an adapter that is continued; method full)",
+        resume="fixed",
     )
     epochs: float = opt(3.0, "passes over the data; 0.5 is half a pass", resume="stored", above=0)
     max_steps: int = opt(0, "stop after this many optimizer steps; 0: let epochs decide", resume="stored", min=0)
@@ -303,6 +337,12 @@ class RunConfig:
         "",
         "measures answers to held-out records and chooses the best checkpoint and the early stop: exact, sample (the "
         "bundled sample's scorer) or file.py:function; empty: the validation loss chooses",
+        resume="fixed",
+    )
+    best: str = opt(
+        "loss",
+        "what chooses the best checkpoint and the early stop on validation data if metric is empty: loss, or a figure "
+        "of the loss (pairs: margin, accuracy or prefers; kto: margin)",
         resume="fixed",
     )
     metric_goal: Literal["max", "min"] = opt("max", "whether a larger or a smaller metric is better", resume="fixed")

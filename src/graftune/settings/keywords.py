@@ -55,6 +55,13 @@ class Settings(TypedDict, total=False):
     clip_mode: Literal["global", "layer"]
     method: Literal["lora", "full", "scratch"]
     anchor: float
+    beta: float
+    gamma: float
+    label_smoothing: float
+    sft_share: float
+    desirable_weight: float
+    undesirable_weight: float
+    reference: Literal["base", "start"]
     epochs: float
     max_steps: int
     tokens_per_step: int | Literal["auto"]
@@ -74,6 +81,7 @@ class Settings(TypedDict, total=False):
     sample_tokens: int
     score: bool
     metric: str
+    best: str
     metric_goal: Literal["max", "min"]
     metric_records: int
     metric_seconds: float

@@ -125,8 +125,13 @@ stage rl rlhf trainer -> stage
     supervised fine-tuning is what train does; remove it
 do_train do_eval do_predict task_type predict_with_generate
     supervised fine-tuning is what train does; remove it
-dpo_beta pref_beta pref_loss simpo_gamma kto_desirable_weight reward_funcs reward_model
-    preference training (DPO, KTO, ORPO, GRPO) is not supported yet; supervised fine-tuning is what train does
+pref_loss loss_type rl_loss -> loss
+    {loss} chooses what is minimised: cross_entropy, or for preferences dpo, ipo, simpo, orpo, kto and others
+dpo_beta pref_beta simpo_gamma kto_desirable_weight kto_undesirable_weight rpo_alpha pref_ftx
+    {loss} chooses the preference loss; {beta}, {gamma}, {sft_share}, {desirable_weight} and {undesirable_weight} are
+    its settings
+reward_funcs reward_model
+    training on rewards (GRPO, PPO) is not supported yet; {loss} chooses supervised or preference training
 dataset datasets dataset_name dataset_dir hf_dataset pretraining_dataset data_files media_dir
     {data} takes a file, a folder, a glob or a Hub data set (owner/name); for several, write
     data: [{path: owner/name, split: train, weight: 2}] in a YAML file

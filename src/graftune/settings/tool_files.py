@@ -160,7 +160,7 @@ def preference(what: str, path: str) -> GraftuneError:
     return GraftuneError(
         f"{what} is not supervised fine-tuning",
         where=path,
-        fix="preference training (DPO, KTO, ORPO, GRPO) does not exist here yet",
+        fix="write its settings by hand: loss chooses dpo, simpo, orpo, kto and others (docs/preferences.md)",
     )
 
 

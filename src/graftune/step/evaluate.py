@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from graftune.batch import PLAIN, BatchLayout, Example, PackedBatch
 from graftune.data.encoded import lengths_of, responses_of, take
-from graftune.data.pack import Capacities, bins_in_order, capacities, divided, pack, pack_nothing
-from graftune.losses import Computed, CrossEntropy, Loss, checked, reference_log_probs
+from graftune.data.pack import Capacities, bins_in_order, capacities, divided, pack, pack_ahead, pack_nothing
+from graftune.losses import Computed, CrossEntropy, Loss, checked, reference_log_probs, sums_ahead
 from graftune.model.decoder import Decoder
 from graftune.model.start import Start
 from graftune.ranks import WHOLE, Share
@@ -67,6 +67,16 @@ def evaluate(
         shape = shape_of(examples, capacity, layout)
         limits, longest = shape._asdict(), shape.longest
     mine = divided(groups, lengths_of(examples), share)
+    ahead = None
+    if layout.ahead is not None:
+        ahead = torch.zeros(loss.ahead, device=decoder.device)
+        with torch.no_grad():
+            for one in pack_ahead(examples, layout, capacity, share):  # all the data is one step
+                batch = one.to(decoder.device)
+                ctx = decoder.begin_batch(batch, backend, adapted=adapted)
+                ahead += sums_ahead(loss, decoder, batch, ctx, start)
+        ranks = [sums for part in gather([ahead.tolist()]) for sums in part]
+        ahead = torch.tensor(ranks, dtype=torch.float64).sum(0).to(ahead)
     sums = torch.zeros(len(mine), 1 + loss.sums, device=decoder.device)
     divisors, tokens, done = list[float](), list[int](), 0
     with torch.no_grad():
@@ -74,7 +84,8 @@ def evaluate(
             group = groups[number] if number < len(groups) else []
             packed = pack(take(examples, group), layout=layout, **limits) if group else pack_nothing(layout, **limits)
             batch = packed.to(decoder.device)
-            found = evaluate_batch(decoder, batch, loss, longest, adapted=adapted, backend=backend, start=start)
+            how = {"adapted": adapted, "backend": backend, "start": start}
+            found = evaluate_batch(decoder, batch, loss, longest, ahead=ahead, **how)  # type: ignore[arg-type]
             row[0] = found.total
             if found.figures is not None:
                 row[1:] = found.figures
@@ -103,8 +114,12 @@ def evaluate_batch(
     adapted: bool = True,
     backend: str = "cpu",
     start: Start | None = None,
+    ahead: torch.Tensor | None = None,
 ) -> Computed:
-    """The loss of one batch, without a gradient."""
+    """The loss of one batch, without a gradient. `ahead`: the loss's sums before it; None: zeros."""
+    if loss.ahead:
+        known = torch.zeros(loss.ahead, device=decoder.device) if ahead is None else ahead
+        batch = replace(batch, extra={**batch.extra, "ahead": known})
     ctx = decoder.begin_batch(batch, backend, longest, adapted=adapted)
     reference = reference_log_probs(loss, decoder, batch, ctx, start)
     output = decoder.read_out(decoder.forward(batch.tokens, ctx, batch.rows), adapted=adapted)

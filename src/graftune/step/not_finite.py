@@ -11,6 +11,7 @@ from the last layer to the first.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +62,8 @@ def _gradients(step: Step) -> Iterator[NotFinite]:
 def _forward(step: Step, batch: PackedBatch) -> list[NotFinite]:
     decoder, tape = step.decoder, _CheckingTape(batch, step.decoder.spec)
     dropout = Dropout(step.dropout, step.dropout_seed) if step.dropout else None
+    if step.loss.ahead:
+        batch = replace(batch, extra={**batch.extra, "ahead": step.ahead})
     with torch.no_grad():
         ctx = decoder.begin_batch(batch, step.eager_backend, dropout=dropout)
         reference = reference_log_probs(step.loss, decoder, batch, ctx, step.start)

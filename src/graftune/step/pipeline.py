@@ -105,6 +105,8 @@ class Pipeline(ABC):
     def micro(self, staged: Any, micro_batch_id: int) -> None:
         """Add the loss and the gradients of a staged batch."""
         self._begin()
+        if staged.ahead is not None:
+            self.work.ahead_step(staged.ahead)
         spans.phase("host to device", operation="batch")
         self._micro(staged, micro_batch_id)
 
@@ -235,6 +237,7 @@ class TransferSlot:
     arrived: torch.cuda.Event
     taken: torch.cuda.Event
     used: bool = False
+    ahead: tuple[PackedBatch, ...] | None = None  # of the batch, on the host
 
 
 class MicroStepInputs:
@@ -278,6 +281,7 @@ class DevicePipeline(Pipeline):
         shape = BatchShape.of(batch)
         flat = BatchBuffer(shape)
         slot = self._slot(shape, flat.size)
+        slot.ahead = batch.ahead
         flat.fill(slot.host, batch)
         with torch.cuda.stream(self.copies):
             self.copies.wait_event(slot.taken)
@@ -306,6 +310,8 @@ class DevicePipeline(Pipeline):
     def eager(self, batch: PackedBatch, micro_batch_id: int) -> None:
         """Run a batch whose shape was not captured, kernel by kernel."""
         self._begin()
+        if batch.ahead is not None:
+            self.work.ahead_step(batch.ahead)
         if self.work.dropout:
             self.work.set_dropout_seed(micro_batch_id)
         self.work.micro_step(batch.to(self.device), any_shape=True)

@@ -15,6 +15,7 @@ the loop fetches them. Both functions take tensors of fixed shape, so that a CUD
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -23,7 +24,7 @@ from graftune.batch import PackedBatch
 from graftune.kernels import adamw, grad_norm, launch, matmul, rehearsal
 from graftune.kernels.blocks import BlockTable, spans_of
 from graftune.kernels.rehearsal import LOGITS
-from graftune.losses import CrossEntropy, Loss, checked, reference_log_probs
+from graftune.losses import CrossEntropy, Loss, checked, reference_log_probs, sums_ahead
 from graftune.model.arena import Arena
 from graftune.model.block import Stream
 from graftune.model.context import Dropout, SideStreams
@@ -84,6 +85,7 @@ class Step:
         sums = torch.zeros_like(arena.tail) if reduce is None else arena.tail.zero_()
         self.reduce, self.tail = reduce, Tail(sums, self.live[self.width :], self.loss.sums)
         self.loss_sum, self.token_sum, self.figure_sums = self.tail.loss_sum, self.tail.token_sum, self.tail.figure_sums
+        self.ahead = torch.zeros(self.loss.ahead, device=device)  # the loss's sums before the step's micro-batches
         self.count = torch.zeros((), dtype=torch.int64, device=device)  # counts applied updates only
         # Mean loss, gradient norm before clipping, whether the update was skipped, response tokens as counted on the
         # device, fp16's loss scale; then the loss's own figures; with several ranks, their control flags.
@@ -118,10 +120,26 @@ class Step:
         is cut to 63 bits."""
         self.dropout_seed.fill_((self.seed * 1_000_003 + micro_batch_id) & (2**63 - 1))
 
+    def ahead_step(self, batches: Sequence[PackedBatch]) -> None:
+        """Compute the loss's sums over the examples ahead of a step, over all ranks. Their shapes vary, so this runs
+        eagerly. Every rank calls it with equally many batches."""
+        spans.phase("ahead", operation="rotary tables")
+        found = torch.zeros_like(self.ahead)
+        with torch.no_grad():
+            for batch in batches:
+                batch = batch.to(self.arena.device)
+                ctx = self.decoder.begin_batch(batch, self.eager_backend)
+                found += sums_ahead(self.loss, self.decoder, batch, ctx, self.start)
+        if self.reduce is not None:
+            self.reduce.add_up(found)
+        self.ahead += found
+
     def micro_step(self, batch: PackedBatch, *, any_shape: bool = False) -> None:
         """Add the loss and the gradients of a batch to the sums. `any_shape`: this shape is not expected again, so
         nothing is planned or timed for it."""
         decoder = self.decoder
+        if self.loss.ahead:
+            batch = replace(batch, extra={**batch.extra, "ahead": self.ahead})
         spans.phase("forward", operation="rotary tables")
         if self.side_streams is not None:
             self.side_streams.forget()
@@ -195,6 +213,8 @@ class Step:
         buffers = arena.weights, arena.grads, arena.m, arena.v, arena.compute
         self.report[3].copy_(self.token_sum)
         self.token_sum.zero_()
+        if self.loss.ahead:
+            self.ahead.zero_()
         if self.scaler is not None:
             self.report[4].copy_(self.scaler.scale)
         adamw.step(*buffers, self.table, self.row, self.count, self.ok, self.factors)  # also zeroes the gradients
@@ -220,3 +240,4 @@ class Step:
         """Drop the gradients and sums since the last update."""
         self.arena.grads.zero_()
         self.tail.zero()
+        self.ahead.zero_()

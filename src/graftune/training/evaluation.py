@@ -19,7 +19,7 @@ class Evaluation(Hook):
 
     def __init__(self, examples: Sequence[Example], metric: Metric | None = None):
         self.examples, self.metric = examples, metric
-        self.name = ""  # of the number that chooses the best step
+        self.name = ""  # of the number that chooses the best step, if it is not the loss
         self.cut_reported = False
 
     def due(self, state: RunState) -> bool:
@@ -61,8 +61,12 @@ class Evaluation(Hook):
 
     def _count(self, state: RunState, result: EvalResult, scores: Scores | None) -> None:
         """Compare this step with the best one so far."""
-        p, goal = state.progress, state.config.run.metric_goal
-        value, failed = (None, 0) if scores is None else (scores.value, scores.failed)
+        p, run, better = state.progress, state.config.run, state.parts.loss.better
+        value, failed, goal = (None, 0, "max") if scores is None else (scores.value, scores.failed, run.metric_goal)
+        if run.best != "loss":
+            self.name, goal = run.best, "max" if better[run.best] == "higher" else "min"
+            found = result.figures[run.best]
+            value = found if math.isfinite(found) else None
         if p.step == 0:
             p.first_loss = result.loss if math.isfinite(result.loss) else None  # as in the log
             p.first_metric = value

@@ -30,6 +30,7 @@ from graftune.data.summary import counted
 from graftune.data.template import stop_ids, usable_format
 from graftune.errors import GraftuneError, one_line
 from graftune.infer.sample import Sampling
+from graftune.losses import choose
 from graftune.session import Parts, text
 from graftune.settings.config import Config
 from graftune.settings.sources import DataValue
@@ -261,6 +262,17 @@ def check_metric(config: Config) -> None:
             process.close()
         if why:
             raise GraftuneError(f"the metric {name} cannot be used: {why}", where=str(path), fix="correct the file")
+
+
+def check_best(config: Config) -> None:
+    """Refuse a `best` that is no figure of the loss, or that stands beside a metric."""
+    best, loss = config.run.best, choose(config.train)
+    if best != "loss" and config.run.metric:
+        what = f"best is {best} and metric is {config.run.metric}, and each of them chooses the best checkpoint"
+        raise GraftuneError(what, fix="leave one of them out")
+    if best != "loss" and best not in loss.better:
+        names = ", ".join(("loss", *loss.better))
+        raise GraftuneError(f"best is {best!r} and loss is {config.train.loss}", fix=f"it must be one of: {names}")
 
 
 def metric_of(

@@ -31,7 +31,7 @@ from graftune.data.summary import Summary, counted
 from graftune.errors import GraftuneError
 from graftune.kernels.rehearsal import Launched
 from graftune.kernels.warm import Warming
-from graftune.losses import Loss, choose
+from graftune.losses import LOSSES, Loss, choose
 from graftune.observe.console import Console
 from graftune.observe.memory import forget_earlier_runs, forget_peak, human_bytes
 from graftune.plan import Card, CardModel, Job, Plan, any_data, is_absent, resolve_auto, runtime_for
@@ -44,7 +44,7 @@ from graftune.settings.config import Config
 from graftune.settings.sources import DataValue, label
 from graftune.step.evaluate import shape_of
 from graftune.tokenizer.template import today
-from graftune.training.metric import USUAL_RECORDS, Metric, check_metric, metric_of
+from graftune.training.metric import USUAL_RECORDS, Metric, check_best, check_metric, metric_of
 from graftune.training.ranks import SingleProcess
 from graftune.training.reserve import Reserver, left_by_others
 from graftune.training.resume import stretched, with_full_paths
@@ -166,6 +166,7 @@ def _opened(config: Config) -> tuple[Config, Base, Adapter | None]:
     """The settings with full paths and with those of an adapter to continue from; the base, of which only headers are
     read; and the adapter."""
     check_method(config)
+    check_best(config)
     adapter = load_adapter(adapter_folder(Path(config.lora.adapter))) if config.lora.adapter else None
     config = with_full_paths(with_adapter(config, adapter) if adapter else config)
     base = open_base(config.base.base, config.base.revision, weights=config.train.method != "scratch")
@@ -175,9 +176,10 @@ def _opened(config: Config) -> tuple[Config, Base, Adapter | None]:
 def _with_steps(config: Config, base: Base, data: RunData | None, console: Console) -> Config:
     """The settings with `auto` learning rate and tokens of a step chosen for this data (None: for plenty)."""
     parameters, examples = base.spec.parameters, data.training.examples if data else ()
-    found = auto.with_lr(config, parameters)
+    own = LOSSES[config.train.loss].lr
+    found = auto.with_lr(config, parameters, own)
     found = auto.with_step_tokens(found, parameters, int(lengths_of(examples).sum()), len(examples))
-    if line := auto.said(config, found, parameters):
+    if line := auto.said(config, found, parameters, own):
         console.note(line)
     return found
 
