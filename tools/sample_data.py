@@ -88,8 +88,8 @@ CALM = ("", "", "", "", "Thanks.", "No rush.", "Thank you.", "Take your time.", 
 
 def wording(topic: str, urgent: bool, rng: random.Random) -> str:
     """A customer's message, with {n} where the order number goes."""
-    body = _one_of(BODIES[topic], rng).replace("{item}", _one_of(ITEMS, rng))
-    parts = (_one_of(GREETINGS, rng), body, _one_of(URGENT if urgent else CALM, rng))
+    body = one_of(BODIES[topic], rng).replace("{item}", one_of(ITEMS, rng))
+    parts = (one_of(GREETINGS, rng), body, one_of(URGENT if urgent else CALM, rng))
     return " ".join(part for part in parts if part)
 
 
@@ -104,10 +104,10 @@ def records(count: int = COUNT, seed: int = SEED) -> list[dict[str, object]]:
 
     No order number and no wording (greeting, phrase, item, closing) occurs twice."""
     rng = random.Random(seed)
-    numbers = _mixed(range(1000, 10000), rng)
+    numbers = mixed(range(1000, 10000), rng)
     facts = [(TOPICS[i % len(TOPICS)], numbers[i], i // len(TOPICS) % 5 < 2) for i in range(count)]
     made, seen = [], set()
-    for topic, order, urgent in _mixed(facts, rng):
+    for topic, order, urgent in mixed(facts, rng):
         while (words := wording(topic, urgent, rng)) in seen:
             continue
         seen.add(words)
@@ -115,11 +115,11 @@ def records(count: int = COUNT, seed: int = SEED) -> list[dict[str, object]]:
     return made
 
 
-def _one_of(options: Sequence[str], rng: random.Random) -> str:
+def one_of(options: Sequence[str], rng: random.Random) -> str:
     return options[int(rng.random() * len(options))]
 
 
-def _mixed(items: Sequence[T], rng: random.Random) -> list[T]:
+def mixed(items: Sequence[T], rng: random.Random) -> list[T]:
     return [item for _, item in sorted(((rng.random(), item) for item in items), key=lambda pair: pair[0])]
 
 

@@ -1,0 +1,72 @@
+"""The bundled pairs: made again byte for byte, told apart by the order of their sentences alone, and scored."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tools import preference_data
+
+from graftune.data.pairs import PAIRS
+from graftune.data.sample import held_out_path, replies_path, score_reply
+from tests.data.helpers import CHATML, with_template
+
+
+def pairs(*paths: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for path in paths or (replies_path(), held_out_path()) for line in path.open()]
+
+
+def sides(row: dict[str, Any]) -> list[str]:
+    return [row[side][0]["content"] for side in ("chosen", "rejected")]
+
+
+def test_the_files_are_what_the_generator_writes() -> None:
+    assert all(path.read_bytes() == content for path, content in preference_data.rendered().items())
+    assert (len(pairs(replies_path())), len(pairs(held_out_path()))) == (400, 100)
+    assert len({json.dumps(row["prompt"]) for row in pairs()}) == 500, "no held-out prompt is in the training data"
+
+
+def test_no_word_and_no_length_decides() -> None:
+    """Both sides have equal lengths, and no word's presence predicts the side in more than 60% of the answers."""
+    answers = [(re.findall(r"[A-Za-z]+|\d", text), side) for row in pairs() for side, text in enumerate(sides(row))]
+    lengths = [sum(len(" ".join(words)) for words, side in answers if side == which) for which in (0, 1)]
+    assert lengths[0] == lengths[1]
+    for word in {word for words, _ in answers for word in words}:
+        right = sum((word in words) == (side == 0) for words, side in answers)
+        assert max(right, len(answers) - right) <= 0.6 * len(answers), word
+    orders = [tuple(order) for order in preference_data.OTHER_ORDERS]
+    assert len(orders) == 5 and len(pairs()) % 5 == 0, "each other order is rejected equally often"
+
+
+def test_the_scorer_tells_the_sides_apart() -> None:
+    for row in pairs():
+        chosen, rejected = sides(row)
+        assert score_reply(chosen, chosen) == {"in_order": 1, "complete": 1, "facts": 1}
+        assert score_reply(rejected, chosen) == {"in_order": 0, "complete": 1, "facts": 1}
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ("Thanks, Ada! The lamp is 51 euros. It comes on Monday.", (1, 1, 1)),
+        ("Thank you, Ada. You pay 51 euros! We deliver on Monday", (1, 1, 1)),
+        ("Thanks, Ada! The lamp is 51 euros.", (0, 0, 0)),
+        ("Thanks, Ada! The lamp is 52 euros. It comes on Monday.", (1, 1, 0)),
+        ("Thanks, Ada! It is 51 euros and comes on Monday.", (0, 0, 1)),
+        ("Thanks, Ada! It is 51 euros. It comes on Monday. Thanks!", (0, 0, 1)),
+        ("", (0, 0, 0)),
+    ],
+)
+def test_score(answer: str, score: tuple[int, int, int]) -> None:
+    assert tuple(score_reply(answer, "Thanks, Ada! The lamp is 51 euros. It comes on Monday.").values()) == score
+
+
+def test_every_pair_is_used() -> None:
+    from graftune.data.dataset import prepare
+    from graftune.settings.config import DataConfig
+
+    data = prepare(str(held_out_path()), with_template(CHATML), DataConfig(strict=True), kind=PAIRS)
+    assert len(data) == 200 and not data.summary.notes and not data.summary.duplicates
