@@ -28,7 +28,7 @@ class Example:
     @property
     def response_tokens(self) -> int:
         """Targets this example contributes; its first token has nothing before it and cannot be one."""
-        return sum(self.supervised[1:])
+        return self.supervised.count(True) - sum(self.supervised[:1])
 
     @property
     def response_weight(self) -> float:

@@ -181,7 +181,8 @@ class ChatFormat:
             messages = _merged(messages)
         special, size = False, len(str(tools)) if tools else 0
         for message in messages:
-            if _is_special(message):
+            # Most messages are a role and a text, which the first test sees without a look at the keys.
+            if (len(message) > 2 or message["content"] is None) and _is_special(message):
                 special = True
                 size += len(str(message))
             else:

@@ -31,7 +31,9 @@ class DataKind:
 
     def records(self, row: dict[str, Any]) -> list[Record]:
         """The records of a row, one for each member; raises Refusal."""
-        return [to_record({name: value for name, value in row.items() if name not in self.numbers})]
+        if self.numbers:
+            row = {name: value for name, value in row.items() if name not in self.numbers}
+        return [to_record(row)]
 
     def numbers_of(self, row: dict[str, Any]) -> dict[str, float]:
         return {name: number_of(row, name) for name in self.numbers}

@@ -24,7 +24,10 @@ def not_rendered(messages: list[Message], whole: str, answers: dict[int, str], r
     trained turns."""
     said = set[str]()
     for i, message in enumerate(messages):
-        for kind in _lost(message, answers.get(i, whole), said, reasoning):
+        text = answers.get(i, whole)
+        if len(message) == 2 and (message["content"] or "") in text:
+            continue  # it has nothing but a content, which is there as it was written
+        for kind in _lost(message, text, said, reasoning):
             if kind not in said:
                 said.add(kind)
                 yield NOT_RENDERED[kind]

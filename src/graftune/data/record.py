@@ -65,7 +65,7 @@ def to_record(row: dict[str, Any]) -> Record:
     skipped, untrained = _skipped(turns)
     return Record(
         "messages" if listed else plan.kind,
-        [weighted(message, weight) for message in turns.messages],
+        turns.messages if weight == 1 else [weighted(message, weight) for message in turns.messages],
         skipped=skipped,
         tools=tools,
         flags=turns.flags,
@@ -76,8 +76,10 @@ def to_record(row: dict[str, Any]) -> Record:
 def _skipped(turns: Turns) -> tuple[frozenset[int], tuple[str, ...]]:
     """The answers that cannot be trained, and notes; raises Refusal if no other is left."""
     roles = [message["role"] for message in turns.messages]
-    early = range(roles.index("user") if "user" in roles else len(roles))
-    skipped = frozenset(i for i, role in enumerate(roles) if role == "assistant" and (i in early or i in turns.blank))
+    early = roles.index("user") if "user" in roles else len(roles)
+    if not turns.blank and "assistant" not in roles[:early]:
+        return frozenset(), ()
+    skipped = frozenset(i for i, role in enumerate(roles) if role == "assistant" and (i < early or i in turns.blank))
     if len(skipped) == roles.count("assistant"):
         raise Refusal("blank response", f"message {turns.blank[0] + 1}")
     notes = [BLANK] if turns.blank else []

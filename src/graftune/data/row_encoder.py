@@ -41,14 +41,10 @@ Encoded = list[tuple[list[int], Any]]
 class Rendered:
     """A record between rendering and encoding."""
 
-    kind: str = ""
-    text: str | None = None  # of a `text` record
-    weight: float = 1.0  # of its loss
-    passages: list[Passage] = field(default_factory=list)
-
-    @property
-    def texts(self) -> list[str]:
-        return [passage.text for passage in self.passages] if self.text is None else [self.text]
+    kind: str
+    texts: list[str]
+    passages: list[Passage] | None = None  # with these texts; None: it is a `text` record
+    weight: float = 1.0  # of a text's loss
 
 
 @dataclass
@@ -59,10 +55,7 @@ class Pending:
     refusal: Refusal | None = None
     records: list[Rendered] = field(default_factory=list)
     numbers: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def texts(self) -> list[str]:
-        return [text for record in self.records for text in record.texts]
+    texts: list[str] = field(default_factory=list)  # of all its records
 
 
 @dataclass
@@ -81,7 +74,7 @@ class RowEncoder:
         # A search for any of hundreds of names is slow; almost no text has even their first letters.
         self.openings = {name[0] for name in special_tokens(tokenizer).values() if name}
         self.fitter: Fitter | None = None
-        self.at = ""  # the row that is being rendered or counted
+        self.row: Row | None = None  # that is being rendered or counted
         if config.template != "auto":  # a missing template file is an error for every kind of rows
             self._open()
 
@@ -90,8 +83,8 @@ class RowEncoder:
         try:
             yield from self._chunks(rows)
         except BaseException as error:
-            if not isinstance(error, Exception):
-                error.add_note(f"while encoding {self.path}, {self.at}")
+            if not isinstance(error, Exception) and self.row is not None:
+                error.add_note(f"while encoding {self.path}, {self.row.place}")
             raise
 
     def _chunks(self, rows: Iterable[Row]) -> Iterator[Chunk]:
@@ -119,25 +112,25 @@ class RowEncoder:
             yield held
 
     def _rendered(self, row: Row) -> Pending:
-        self.at = row.place
+        self.row = row
         try:
             if isinstance(row.value, Refusal):
                 raise row.value
             records, numbers = self.kind.records(row.value), self.kind.numbers_of(row.value)
             for note in dict.fromkeys(note for record in records for note in record.notes):
                 self._note(note)
-            return Pending(row, records=[self._record(record) for record in records], numbers=numbers)
+            made = [self._record(record) for record in records]
+            return Pending(row, None, made, numbers, [text for record in made for text in record.texts])
         except Refusal as refusal:
             return Pending(row, _without_frames(refusal))
 
     def _record(self, record: Record) -> Rendered:
         if record.kind == "text":
             self._note_control([record.text])
-            return Rendered(record.kind, record.text, record.weight)
-        made = Rendered(record.kind, passages=self._passages(record))
-        for passage in made.passages:
-            as_unicode(passage.text)  # a template may print what comes from anywhere in a row
-        return made
+            return Rendered(record.kind, [record.text], weight=record.weight)
+        passages = self._passages(record)
+        # A template may print what comes from anywhere in a row.
+        return Rendered(record.kind, [as_unicode(passage.text) for passage in passages], passages)
 
     def _passages(self, record: Record) -> list[Passage]:
         fitter, messages = self._fitter(record), record.messages
@@ -164,7 +157,7 @@ class RowEncoder:
     def _account(self, one: Pending, encoded: Encoded, chunk: Chunk) -> None:
         summary, row = self.summary, one.row
         summary.rows += 1
-        self.at = row.place
+        self.row = row
         try:
             if one.refusal is not None:
                 raise one.refusal
@@ -181,7 +174,8 @@ class RowEncoder:
             self._detail(chunk, row, refusal.text)
             return
         summary.bump("kinds", one.records[0].kind)
-        whole = [record.text is None for record in one.records for _ in record.texts]  # a long text loses nothing
+        # A long text loses nothing.
+        whole = [record.passages is not None for record in one.records for _ in record.texts]
         for (tokens, _), counts in zip(encoded, whole, strict=True):
             if counts:
                 summary.lengths[len(tokens)] = summary.lengths.get(len(tokens), 0) + 1
@@ -211,15 +205,15 @@ class RowEncoder:
 
     def _with_one_prompt(self, one: Pending, encoded: Encoded) -> list[list[Built]]:
         assert self.fitter is not None
-        passages = [passage for record in one.records for passage in record.passages]
+        passages = [passage for record in one.records for passage in record.passages or ()]
         if len(passages) != len(one.records):
             raise Refusal("an incomplete group", SEVERAL)
         return [[_marked(built)] for built in fit_together(self.fitter, passages, encoded, one.row.key)]
 
     def _of_record(self, record: Rendered, encoded: Encoded, row: int) -> list[Built]:
-        if record.text is not None:
+        if record.passages is None:
             ((tokens, _),) = encoded
-            made = list(windows(record.text, tokens, self.tokenizer, self.config.longest(), row, record.weight))
+            made = list(windows(record.texts[0], tokens, self.tokenizer, self.config.longest(), row, record.weight))
             if len(made) > 1:
                 self._note("texts longer than max_seq_len, divided into several examples")
             return made
@@ -244,7 +238,7 @@ class RowEncoder:
             summary.tokens += size * times
             summary.response_tokens += example.response_tokens * times
             summary.longest = max(summary.longest, size)
-            if one.records[0].text is not None:
+            if one.records[0].passages is None:
                 summary.lengths[size] = summary.lengths.get(size, 0) + 1
             chunk.entries.append(NewExample(example, built.prompt, built.reference, built.messages, times))
 

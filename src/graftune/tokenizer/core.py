@@ -20,7 +20,7 @@ import tokenizers
 
 from graftune.errors import GraftuneError
 from graftune.io.files import write_file
-from graftune.tokenizer.offsets import Offsets
+from graftune.tokenizer.offsets import ByteOffsets, Offsets
 from graftune.tokenizer.template import ChatTemplate
 
 # Control tokens by which the known families end a turn. Files often name only one of them as EOS (Llama 3 has three),
@@ -203,15 +203,47 @@ class Tokenizer:
         for text in texts:
             if not text.isascii():
                 check_text(text, "what is tokenised")
-        with guarded("encode the texts"):
-            found = self._untrimmed.encode_batch(texts, add_special_tokens=False)
-        exact = self._untrimmed.normalizer is None
-        pairs = zip(texts, found, strict=True)
-        made = [(encoding.ids, Offsets(encoding, len(text), exact or text.isascii())) for text, encoding in pairs]
+        backend, sizes, made = self._untrimmed, self._byte_sizes, list[tuple[list[int], Offsets]]()
+        exact = backend.normalizer is None
+        if sizes is not None and (exact or all(map(str.isascii, texts))):  # NFC changes no ASCII text
+            with guarded("encode the texts"):
+                found = backend.encode_batch_fast(texts, add_special_tokens=False)
+            for text, ids in zip(texts, [encoding.ids for encoding in found], strict=True):
+                made.append((ids, ByteOffsets(ids, text, sizes, self._with_offsets)))
+        else:
+            with guarded("encode the texts"):
+                found = backend.encode_batch(texts, add_special_tokens=False)
+            for text, encoding in zip(texts, found, strict=True):
+                made.append((encoding.ids, Offsets(encoding, len(text), exact or text.isascii())))
         if self.rows:
             for ids, _ in made:
                 self._check_rows(ids)
         return made
+
+    def _with_offsets(self, text: str) -> tokenizers.Encoding:
+        with guarded("encode this text"):
+            return self._untrimmed.encode(text, add_special_tokens=False)
+
+    @functools.cached_property
+    def _byte_sizes(self) -> list[int] | None:
+        """The bytes of a text that each token stands for, by id; None if that does not follow from the token: the
+        vocabulary is not byte-level, changes the text, or has added tokens that take blanks from beside them."""
+        backend, added = self._untrimmed, self._untrimmed.get_added_tokens_decoder()
+        if (
+            not isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
+            or not isinstance(backend.normalizer, tokenizers.normalizers.NFC | None)
+            or backend.pre_tokenizer is None
+            or backend.pre_tokenizer.pre_tokenize_str("a") != [("a", (0, 1))]  # it puts a blank before a text
+            or any(token.lstrip or token.rstrip for token in added.values())
+        ):
+            return None
+        letters, vocabulary = set(tokenizers.pre_tokenizers.ByteLevel.alphabet()), backend.get_vocab()
+        sizes = [0] * (max(vocabulary.values()) + 1)
+        for token, id in vocabulary.items():
+            if id not in added and not letters.issuperset(token):
+                return None
+            sizes[id] = len(added[id].content.encode()) if id in added else len(token)
+        return sizes
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """Text of `ids`. An id past the vocabulary (a padded embedding row) has no text and prints nothing."""

@@ -4,11 +4,16 @@ A mask needs a handful of borders, and turning all offsets of an encoding into P
 everything else that is done with it. So `Offsets` is a sequence that makes the whole list when it is iterated or
 indexed, while `border` asks the encoding itself. That shortcut is taken only where tokens follow each
 other without gaps: next to a character that the vocabulary's normaliser dropped or moved, the whole list decides.
+
+The library keeps track of characters for an eighth of its time. Byte-level vocabularies do without: each token is a
+known number of bytes of the text, so borders follow from their sums (`ByteOffsets`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import overload
 
 import tokenizers
@@ -62,3 +67,29 @@ class Offsets(Sequence[Pair]):
             return 0 if char == 0 and token == 0 else None
         here, before = self._encoding.token_to_chars(token), self._encoding.token_to_chars(token - 1)
         return token if here is not None and before is not None and here[0] == char == before[1] > before[0] else None
+
+
+class ByteOffsets(Offsets):
+    """The same for ids that were encoded without offsets."""
+
+    def __init__(self, ids: list[int], text: str, sizes: Sequence[int], encode: Callable[[str], tokenizers.Encoding]):
+        """`sizes`: the bytes of each token, by id. `encode` gives an encoding with offsets, for the whole list."""
+        self._ids, self._text, self._sizes, self._encode = ids, text, sizes, encode
+        self._count = len(ids)
+        self._whole: list[Pair] | None = None
+        self._ends: list[int] = []  # of the tokens, in bytes, with a 0 before them; empty: not computed yet
+
+    def whole(self) -> list[Pair]:
+        if self._whole is None:
+            self._whole = Offsets(self._encode(self._text), len(self._text), plain=False).whole()
+        return self._whole
+
+    def border(self, char: int) -> int | None:
+        text = self._text
+        if not self._ends:
+            self._ends = list(accumulate(map(self._sizes.__getitem__, self._ids), initial=0))
+            if self._ends[-1] != (len(text) if text.isascii() else len(text.encode())):
+                self._ends = [-1]  # some bytes have no token
+        byte = char if text.isascii() else len(text[:char].encode())
+        token = bisect_left(self._ends, byte)
+        return token if token < len(self._ends) and self._ends[token] == byte else None

@@ -55,6 +55,8 @@ class ChatTemplate:
         self.source, self.bos_token, self.eos_token, self.name = source, bos_token, eos_token, name
         # Midnight: a date is what templates print, and two constructions on one day then agree to the byte.
         self.now = now or datetime.datetime.combine(today(), datetime.time())
+        self._fixed: dict[str, Any] = {"bos_token": bos_token, "eos_token": eos_token, "documents": None}
+        self._fixed["strftime_now"] = self.now.strftime
         try:
             self._compiled = compiled(source)
         except jinja2.TemplateSyntaxError as error:
@@ -107,11 +109,9 @@ class ChatTemplate:
         **extra: Any,
     ) -> str:
         """The conversation as text; `extra` reaches the template as variables (e.g. enable_thinking)."""
-        variables: dict[str, Any] = {"bos_token": self.bos_token, "eos_token": self.eos_token, "documents": None}
-        variables |= {"strftime_now": self.now.strftime} | extra
-        variables |= {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        own = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._compiled.render(variables)
+            return self._compiled.render(self._fixed | extra | own)
         except TemplateRefusal as refusal:
             raise GraftuneError(
                 f"the template refuses this conversation: {_one_line(refusal)}",
