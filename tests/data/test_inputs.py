@@ -320,7 +320,7 @@ def test_columns_renamed(map: dict[str, str], value: dict[str, Any], tmp_path: P
 
 def test_maps_that_are_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", json.dumps(MAPPED).encode() + b'\n{"Question": "only"}\nnope\n')
-    with pytest.raises(GraftuneError, match="map: there is no field 'answr'; a map names answer, completion"):
+    with pytest.raises(GraftuneError, match="map: there is no field 'answr'; a map names answer, chosen, completion"):
         read(str(path), {"answr": "Best"})
     with pytest.raises(GraftuneError, match="map: there is no column 'Answer'; it has 'Question', 'Best', 'prompt'"):
         read(str(path), {"prompt": "Question", "response": "Answer"})
