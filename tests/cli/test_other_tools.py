@@ -179,7 +179,7 @@ def test_a_slip_of_the_fingers_is_recognised() -> None:
         "--tokens-per-setp": "--tokens-per-step",
     }
     assert {slip: other_tools.near(slip, known) for slip in slips} == slips
-    for far in ("--batch-size", "--name", "--gamma"):
+    for far in ("--batch-size", "--name", "--momentum"):
         assert other_tools.near(far, known) is None, far
 
 

@@ -23,6 +23,7 @@ CASES = {
     "lora, dropout, clipped by layer": [*LORA, "--dropout", "0.2", "--clip-mode", "layer", "--clip", "0.2"],
     "lora, one micro-batch a step": [*LORA, "--tokens-per-step", "64"],
     "lora, norms, weighted as anchored": [*LORA, "--train-norms", "--loss", "anchored"],
+    "lora, kto": [*LORA, "--loss", "kto", "--beta", "0.5"],
     "full, clipped as a whole": [*FULL, "--clip-mode", "global"],
     "full, clipped by layer": [*FULL, "--clip-mode", "layer", "--clip", "0.2"],
 }
@@ -38,6 +39,16 @@ def write_data(path: Path, rows: int, seed: int = 2) -> Path:
     records = [{"prompt": text(8), "response": text(draw.choice([3, 12, 28]))} for _ in range(rows)]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
+
+
+def suited(case: str, data: Path) -> Path:
+    """The data as the case's loss takes it: with a rating of every row."""
+    if "kto" not in case:
+        return data
+    records = [json.loads(row) for row in data.read_text().splitlines()]
+    rated = data.with_name("rated.jsonl")
+    rated.write_text("".join(json.dumps(r | {"label": "a" in r["response"]}) + "\n" for r in records))
+    return rated
 
 
 def line(base: Path, data: Path, out: Path, *more: str) -> list[str]:

@@ -15,12 +15,12 @@ from tests.dist.launcher import Launcher, apart, losses
 STEPS = 12
 
 
-@pytest.mark.parametrize("case", ["lora, dropout, clipped by layer", "full, clipped as a whole"])
+@pytest.mark.parametrize("case", ["lora, dropout, clipped by layer", "full, clipped as a whole", "lora, kto"])
 def test_two_ranks_are_as_good_as_one(launcher: Launcher, base: Path, data: Path, case: str) -> None:
     more = [*cases.CASES[case], "--epochs", "9", "--max-steps", str(STEPS), "--eval-every", "5"]
     runs = {size: launcher.root / f"{case} {size}" for size in (0, 2)}
     for size, out in runs.items():
-        cases.run(launcher, size, *cases.line(base, data, out, *more))
+        cases.run(launcher, size, *cases.line(base, cases.suited(case, data), out, *more))
     cases.compare(runs[0], runs[2], STEPS)
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from graftune.losses.anchored import Anchored
+from graftune.losses.kto import Kto
+from graftune.losses.preference import Hinge, Orpo, Robust
 from graftune.plan import Plan, rehearse
 from graftune.plan.counting import without_memory
 from graftune.plan.job import from_few_layers
@@ -34,6 +36,10 @@ SETUPS = {
     "gpu delta nets": lambda: gpu(spec=spec(width=256, **DELTA), asked=(90, 20, 30), new_tokens=8, cache_capacity=100),
     "cpu delta nets": lambda: setup(spec=spec(**DELTA), asked=(90, 20, 30), new_tokens=8, cache_capacity=100),
     "gpu, anchored": lambda: gpu(loss=Anchored(0.1)),
+    "gpu, orpo": lambda: gpu(loss=Orpo(), layout=Orpo().fields_of(())),
+    "cpu, kto": lambda: setup(loss=Kto(), layout=Kto().fields_of(())),
+    "cpu, robust": lambda: setup(loss=Robust(sft_share=0.1), layout=Robust().fields_of(())),
+    "cpu, hinge": lambda: setup(loss=Hinge(), layout=Hinge().fields_of(())),
     "cpu convolutions": lambda: setup(spec=spec(**CONVOLVED), asked=(90, 20, 30), new_tokens=8, cache_capacity=100),
     "gpu, softplus": lambda: gpu(loss=Shaped(torch.nn.functional.softplus)),
     "cpu, log-sigmoid": lambda: setup(loss=Shaped(torch.nn.functional.logsigmoid)),

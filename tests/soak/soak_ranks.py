@@ -37,11 +37,11 @@ def plenty(launcher: Launcher) -> Path:
 @pytest.mark.parametrize("case", cases.CASES)
 def test_ranks_compute_what_one_does(launcher: Launcher, base: Path, plenty: Path, case: str) -> None:
     more = [*cases.CASES[case], "--epochs", "99", "--max-steps", str(STEPS), "--eval-every", "20"]
-    one = launcher.root / f"{case} alone"
-    cases.run(launcher, 0, *cases.line(base, plenty, one, *more))
+    one, data = launcher.root / f"{case} alone", cases.suited(case, plenty)
+    cases.run(launcher, 0, *cases.line(base, data, one, *more))
     for size in (2, 4):
         out = launcher.root / f"{case} on {size}"
-        cases.run(launcher, size, *cases.line(base, plenty, out, *more))
+        cases.run(launcher, size, *cases.line(base, data, out, *more))
         first, later, weights = cases.compare(one, out, STEPS)
         shown(f"{case}, {size} ranks: loss off by {first:.1e} at step 1, {later:.1e} in {STEPS}, weights {weights:.1e}")
 

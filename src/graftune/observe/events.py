@@ -12,8 +12,9 @@ Events, each with `event` and `time` (unix seconds):
   profile {step, step_ms, plain_ms, owned, bottleneck; of profile_every},
   memory {step, planned, measured (bytes), owners; after the first step},
   phase {phase: what the run does from here on},
-  eval {step, epoch, loss, perplexity, response_tokens; the first before step 1; with a metric metrics (means by name),
-  metric_records, and where calls failed metric_failed and metric_error}, warning,
+  eval {step, epoch, loss, perplexity, response_tokens; the first before step 1; metrics (means by name: the metric's,
+  then the loss's own figures), with a metric metric_records, and where calls failed metric_failed and metric_error},
+  warning,
   sample {step (0: of the base), answers, prompts, references, shown (how many of them people see; the rest is for the
   score)},
   (step and eval also have the loss's own figures, as cross_entropy and drift of the anchored loss)

@@ -138,10 +138,11 @@ class Tracking:
         settings: Mapping[str, Any],
         warn: Callable[[str], None],
         epoch_steps: Sequence[int] = (),
+        figures: Sequence[str] = (),
     ):
-        """`epoch_steps`: steps of each epoch."""
+        """`epoch_steps`: steps of each epoch. `figures`: what the loss reports of every step, by name."""
         self.name, self.folder, self.settings, self.warn = name, folder, settings, warn
-        self.epoch_steps = epoch_steps
+        self.epoch_steps, self.figures = epoch_steps, figures
         self.tracker: Tracker | None = None
         self.failed = name == "none"
 
@@ -158,7 +159,7 @@ class Tracking:
     def _take(self, event: Event) -> None:
         if self.tracker is None:
             self.tracker = self._opened(event)
-        found = metrics_of(event)
+        found = metrics_of(event, self.figures)
         if "train/epoch" in found:
             found["train/epoch"] = epochs_done(event["step"], event["epoch"], self.epoch_steps)
         if found:
@@ -200,8 +201,10 @@ def _keys(path: Path) -> dict[str, str]:
     return {str(name): key for name, key in found.items() if isinstance(key, str)} if isinstance(found, dict) else {}
 
 
-def metrics_of(event: Event) -> dict[str, float]:
-    """The metrics of an event, by Hugging Face's names."""
+def metrics_of(event: Event, figures: Sequence[str] = ()) -> dict[str, float]:
+    """The metrics of an event, by Hugging Face's names. `figures`: those that the loss reports of every step."""
     names = NAMES.get(event["event"], {})
+    if event["event"] == "step":
+        names = names | {name: f"train/{name}" for name in figures}
     found = {name: float(event[key]) for key, name in names.items() if isinstance(event.get(key), int | float)}
     return found | {f"eval/{name}": float(value) for name, value in (event.get("metrics") or {}).items()}

@@ -61,16 +61,16 @@ class Evaluation(Hook):
 
     def _count(self, state: RunState, result: EvalResult, scores: Scores | None) -> None:
         """Compare this step with the best one so far."""
-        p, run, better = state.progress, state.config.run, state.parts.loss.better
+        p, run = state.progress, state.config.run
         value, failed, goal = (None, 0, "max") if scores is None else (scores.value, scores.failed, run.metric_goal)
         if run.best != "loss":
-            self.name, goal = run.best, "max" if better[run.best] == "higher" else "min"
-            found = result.figures[run.best]
-            value = found if math.isfinite(found) else None
+            self.name, goal = run.best, "max" if state.parts.loss.better[run.best] == "higher" else "min"
+            value = result.figures[run.best]
+        usable = value is None or math.isfinite(value)
         if p.step == 0:
             p.first_loss = result.loss if math.isfinite(result.loss) else None  # as in the log
-            p.first_metric = value
-        elif math.isfinite(result.loss) and is_better(p, result.loss, value, failed, goal):
+            p.first_metric = value if usable else None
+        elif math.isfinite(result.loss) and usable and is_better(p, result.loss, value, failed, goal):
             p.best_loss, p.best_step, p.stale = result.loss, p.step, 0
             p.best_metric, p.best_failed = value, failed
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections import deque
@@ -176,7 +177,10 @@ class Reporter:
 
     def evaluation(self, result: EvalResult, step: int, epoch: int, scores: Scores | None = None) -> None:
         measured = {} if scores is None else scores.document()
-        self.log.emit("eval", step=step, epoch=epoch, **result.document(), **measured)
+        # The page, the report and the trackers show whatever is among the metrics.
+        own = {name: value for name, value in result.figures.items() if math.isfinite(value)}
+        metrics = {"metrics": measured.get("metrics", {}) | own} if own else {}
+        self.log.emit("eval", step=step, epoch=epoch, **result.document(), **measured | metrics)
         figures = [f"loss {result.loss:.4f}"]
         figures += [] if result.perplexity is None else [f"perplexity {result.perplexity:.2f}"]
         figures += [f"{name.replace('_', ' ')} {value:.4f}" for name, value in result.figures.items()]

@@ -107,7 +107,9 @@ class Trainer:
             hooks.append(Callbacks(callbacks))
         if run.track != "none" and leads:
             settings = self.parts.config.flat()
-            hooks.append(Trackers(Tracking(run.track, state.folder, settings, console.warn, state.epoch_steps)))
+            figures = self.parts.loss.figures
+            tracking = Tracking(run.track, state.folder, settings, console.warn, state.epoch_steps, figures)
+            hooks.append(Trackers(tracking))
         return hooks
 
     def start(self) -> None:
