@@ -1,6 +1,6 @@
-"""Writes replies.jsonl and replies_held_out.jsonl, the bundled preference data: two replies of a shop, one preferred.
+"""Writes replies.jsonl, the bundled preference data: two replies of a shop, of which one is preferred.
 
-    python -m tools.preference_data [FOLDER]
+    python -m tools.preference_data [FILE]
 
 Each reply has three sentences: thanks, the price, and the day of delivery. The shop's style is that order, and a
 rejected reply has the same sentences in one of the five others. So both replies have the same words and the same
@@ -21,10 +21,10 @@ from pathlib import Path
 
 from tools.sample_data import ITEMS, mixed, one_of
 
-from graftune.data.sample.replies import ORDER, held_out_path, replies_path
+from graftune.data.sample.replies import ORDER, replies_path
 from graftune.io.files import write_file
 
-COUNT, HELD_OUT, SEED = 400, 100, 35
+COUNT, SEED = 500, 35  # of which a run holds out a fifth
 SYSTEM = "Shop."
 NAMES = (
     "Mara", "Tom", "Ines", "Ravi", "Olga", "Ben", "Lena", "Omar", "Nina", "Paul", "Sara", "Jon", "Mia", "Karl", "Ada",
@@ -58,7 +58,7 @@ def record(number: int, rng: random.Random) -> dict[str, object]:
     }
 
 
-def records(count: int = COUNT + HELD_OUT, seed: int = SEED) -> list[dict[str, object]]:
+def records(count: int = COUNT, seed: int = SEED) -> list[dict[str, object]]:
     """`count` pairs in mixed order. No prompt occurs twice."""
     rng = random.Random(seed)
     made: dict[str, dict[str, object]] = {}
@@ -68,14 +68,11 @@ def records(count: int = COUNT + HELD_OUT, seed: int = SEED) -> list[dict[str, o
     return mixed(list(made.values()), rng)
 
 
-def rendered() -> dict[Path, bytes]:
-    """The files and their content."""
-    lines = [json.dumps(one, ensure_ascii=False) + "\n" for one in records()]
-    return {replies_path(): "".join(lines[:COUNT]).encode(), held_out_path(): "".join(lines[COUNT:]).encode()}
+def rendered() -> bytes:
+    return "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in records()).encode()
 
 
 if __name__ == "__main__":
-    for target, content in rendered().items():
-        place = Path(sys.argv[1]) / target.name if len(sys.argv) > 1 else target
-        write_file(place, content)
-        print(place, len(content.splitlines()), "pairs")
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else replies_path()
+    write_file(target, rendered())
+    print(f"{target}: {COUNT} pairs")

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tools import preference_data
 
+from graftune.data.dataset import prepare, split
+from graftune.data.encoded import side_of
 from graftune.data.pairs import PAIRS
-from graftune.data.sample import held_out_path, replies_path, score_reply
+from graftune.data.sample import replies_path, sample_for, score_reply, score_sample
+from graftune.errors import GraftuneError
+from graftune.settings.config import DataConfig
 from tests.data.helpers import CHATML, with_template
 
 
-def pairs(*paths: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for path in paths or (replies_path(), held_out_path()) for line in path.open()]
+def pairs() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in replies_path().read_text().splitlines()]
 
 
 def sides(row: dict[str, Any]) -> list[str]:
     return [row[side][0]["content"] for side in ("chosen", "rejected")]
 
 
-def test_the_files_are_what_the_generator_writes() -> None:
-    assert all(path.read_bytes() == content for path, content in preference_data.rendered().items())
-    assert (len(pairs(replies_path())), len(pairs(held_out_path()))) == (400, 100)
-    assert len({json.dumps(row["prompt"]) for row in pairs()}) == 500, "no held-out prompt is in the training data"
+def test_the_file_is_what_the_generator_writes() -> None:
+    assert preference_data.rendered() == replies_path().read_bytes()
+    assert len({json.dumps(row["prompt"]) for row in pairs()}) == len(pairs()) == 500, "no prompt occurs twice"
 
 
 def test_no_word_and_no_length_decides() -> None:
@@ -65,8 +67,16 @@ def test_score(answer: str, score: tuple[int, int, int]) -> None:
 
 
 def test_every_pair_is_used() -> None:
-    from graftune.data.dataset import prepare
-    from graftune.settings.config import DataConfig
+    data = prepare(str(sample_for("pairs")), with_template(CHATML), DataConfig(strict=True), kind=PAIRS)
+    assert len(data) == 1000 and not data.summary.notes and not data.summary.duplicates
+    training, held_out = split(data, 0.2, seed=1)
+    assert (len(training), len(held_out)) == (800, 200)
+    asked = held_out.leading()
+    assert len(asked) == 100 and {side_of(data.examples, int(i)) for i in asked.examples.chosen} == {"chosen"}
+    with pytest.raises(GraftuneError, match="no bundled sample of rated answers"):
+        sample_for("rated answers")
 
-    data = prepare(str(held_out_path()), with_template(CHATML), DataConfig(strict=True), kind=PAIRS)
-    assert len(data) == 200 and not data.summary.notes and not data.summary.duplicates
+
+def test_a_metric_knows_the_sample_by_the_reference() -> None:
+    assert "exact" in score_sample("", '{"topic":"refund","order":4821,"urgent":false}')
+    assert "in_order" in score_sample("", sides(pairs()[0])[0])

@@ -76,11 +76,12 @@ def show_data(config: Config, console: Console, count: int) -> tuple[Any, Any]:
     from graftune.data.dataset import prepare
     from graftune.data.pairs import kind_of_data
     from graftune.data.preview import preview
-    from graftune.data.sample import sample_path
+    from graftune.data.sample import sample_for
+    from graftune.losses import choose
 
     tokenizer, context = tokenizer_of(config)
     config = config.replace(max_seq_len=config.data.longest(context))
-    path = config.data.data or str(sample_path())
+    path = config.data.data or str(sample_for(choose(config.train).data.name))
     dataset = prepare(path, tokenizer, config.data, console, kind_of_data(path, config.data))
     if not console.json:
         console.render(preview(dataset, tokenizer, count))

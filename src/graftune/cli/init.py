@@ -99,7 +99,8 @@ def _check_file(file: Path, force: bool) -> None:
 def _planned(config: Config, console: Console) -> tuple[Any, Any, Any]:
     """The job, with more epochs where the data makes too few steps; its plan (None on a device whose memory is not
     planned); and what to expect of the run."""
-    from graftune.data.sample import sample_path
+    from graftune.data.sample import sample_for
+    from graftune.losses import choose
     from graftune.plan import best, refusal
     from graftune.runtime import device_of
     from graftune.tokenizer.template import today
@@ -110,7 +111,9 @@ def _planned(config: Config, console: Console) -> tuple[Any, Any, Any]:
     # Steps and learning rate do not depend on the device.
     device = config.base.device if is_planned else "cpu"
     date = config.data.date or today().isoformat()  # as the data was shown with
-    config = config.replace(device=device, date=date, data=config.data.data or str(sample_path()))
+    config = config.replace(
+        device=device, date=date, data=config.data.data or str(sample_for(choose(config.train).data.name))
+    )
     job = job_of(config, console)
     plan = best(job)
     if is_planned and not plan.fits:

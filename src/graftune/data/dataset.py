@@ -157,6 +157,12 @@ class Dataset:
         )
         return dataclasses.replace(self, examples=part, summary=summary)
 
+    def leading(self) -> Dataset:
+        """Without the later members of groups: of pairs the chosen answers, whose prompts the model is asked."""
+        groups = groups_of(self.examples)
+        later = (groups >= 0) & (np.diff(groups, prepend=-1) == 0)
+        return self.subset(np.flatnonzero(~later)) if later.any() else self
+
     def at_most(self, count: int, seed: int) -> Dataset:
         """At most `count` examples, chosen by the seed, in the data's order; 0: all of them. Groups are taken whole, as
         many as fit and at least one."""

@@ -24,7 +24,7 @@ from typing import Any
 
 from graftune.data.dataset import Dataset
 from graftune.data.row import Refusal
-from graftune.data.sample import score_answer
+from graftune.data.sample import score_sample
 from graftune.data.source import rows, sources
 from graftune.data.summary import counted
 from graftune.data.template import stop_ids, usable_format
@@ -47,7 +47,7 @@ def _exact(answer: str, reference: str) -> dict[str, float]:
     return {"exact": float(answer.strip() == reference.strip())}
 
 
-BUILT_IN: dict[str, Callable[[str, str], dict[str, float]]] = {"exact": _exact, "sample": score_answer}
+BUILT_IN: dict[str, Callable[[str, str], dict[str, float]]] = {"exact": _exact, "sample": score_sample}
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ def metric_of(
     run = config.run
     if not run.metric:
         return None, ""
-    chosen = held_out.at_most(run.metric_records or usual, config.train.seed)
+    chosen = held_out.leading().at_most(run.metric_records or usual, config.train.seed)
     most = min(config.data.longest(positions), positions - 1)
     texts = zip(chosen.prompts, chosen.references, chosen.examples.column("row").tolist(), strict=True)
     found = [Asked(prompt, tokenizer.encode(prompt), answer, row) for prompt, answer, row in texts if prompt]

@@ -26,7 +26,7 @@ from graftune.batch import BatchLayout, Example
 from graftune.data.dataset import Dataset, prepare, split
 from graftune.data.encoded import distinct_tokens, lengths_of
 from graftune.data.pack import largest
-from graftune.data.sample import sample_path
+from graftune.data.sample import sample_for
 from graftune.data.summary import Summary, counted
 from graftune.errors import GraftuneError
 from graftune.kernels.rehearsal import Launched
@@ -100,7 +100,7 @@ def prepare_run(
     forget_earlier_runs()
     with console.working("opening the base"):
         config, base, adapter = ranks.in_turn(lambda: _opened(config))  # it may be downloaded
-    path: DataValue = config.data.data or str(sample_path())
+    path: DataValue = config.data.data or str(sample_for(choose(config.train).data.name))
     with console.working("reading the data"):
         data = ranks.in_turn(lambda: _read(config, base, adapter, path, console))
         ranks.in_turn(lambda: base.sha256)  # which is stored: one rank of a machine reads the whole file for it

@@ -47,7 +47,7 @@ class Questions:
     def __init__(self, validation: Dataset, whole: Config, tokenizer: Tokenizer, positions: int):
         """The first records of the validation set, which is a seeded random subset of the data already. Prompts that
         are longer than an example may be, or than the model's `positions`, are left out."""
-        config = whole.run
+        config, validation = whole.run, validation.leading()
         self.stops = stop_ids(tokenizer, usable_format(tokenizer, whole.data))
         self.scored = bool(scored_records(config) and len(validation) and is_sample_hash(validation.sha256))
         count = max(config.samples, scored_records(config) if self.scored else 0)

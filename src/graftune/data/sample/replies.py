@@ -34,10 +34,5 @@ def _part(sentence: str) -> str:
 
 
 def replies_path() -> Path:
-    """Where the pairs to train on lie in the installed package."""
+    """Where replies.jsonl lies in the installed package."""
     return Path(str(resources.files("graftune.data.sample") / "replies.jsonl"))
-
-
-def held_out_path() -> Path:
-    """Where the pairs to evaluate on lie."""
-    return Path(str(resources.files("graftune.data.sample") / "replies_held_out.jsonl"))
