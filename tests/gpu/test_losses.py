@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graftune.data.pack import pack
-from graftune.losses import Anchored, CrossEntropy, Loss
+from graftune.data.pack import pack, pack_ahead
+from graftune.losses import Anchored, CrossEntropy, Loss, choose
+from graftune.ranks import WHOLE
+from graftune.settings.config import TrainConfig
 from graftune.step.step import Step
 from tests.gpu.test_step import HYPER, SHAPE, examples, ready
+from tests.losses import preferred
 from tests.support import oracle
 
 pytestmark = pytest.mark.gpu
@@ -56,3 +59,24 @@ def test_like_on_a_cpu(loss: Loss, tiny_folder) -> None:
     assert torch.allclose(step.figure_sums.cpu(), other.figure_sums, rtol=1e-3)
     grads, want = ours.arena.grads.cpu(), cpu.arena.grads
     assert (grads - want).norm() < 1e-3 * want.norm()
+
+
+@pytest.mark.parametrize("name", ["dpo, sft", "orpo", "kto"])
+def test_preferences_captured_are_eager_bit_for_bit(name: str, tiny_folder, deterministic: None) -> None:
+    """Autograd over the log-probabilities inside the graph, and KTO's sums ahead before it."""
+    found = []
+    for graph in (True, False):
+        loss, data = choose(TrainConfig(**preferred.settings(name))), preferred.data_of(name)
+        ours, _, loop = ready(tiny_folder("llama"), graph=graph, loss=loss)
+        layout = loss.layout(data)
+        for _ in range(4):
+            batches = [pack(part, layout=layout, **SHAPE) for part in (data[:4], data[4:])]
+            if layout.ahead is not None:
+                batches[0].ahead = pack_ahead(data, layout, 160, WHOLE)
+            hyper = HYPER | {"divisor": sum(batch.divisor for batch in batches)}
+            loop.step([loop.stage(batch) for batch in batches], hyper, [7, 8])
+        steps = [figures._replace(tag=None) for figures in loop.finished(wait=True)]
+        found.append((steps, ours.arena.weights.clone()))
+        assert loop.captures == (1 if graph else 0)
+    (figures, weights), (figures_, weights_) = found
+    assert figures == figures_ and torch.equal(weights, weights_) and figures[-1].loss < figures[0].loss

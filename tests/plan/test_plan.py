@@ -20,6 +20,7 @@ from graftune.kernels import attention, nf4
 from graftune.kernels.attention import timing
 from graftune.losses import Anchored
 from graftune.losses.interface import WEIGHTED
+from graftune.losses.kto import Kto
 from graftune.model.frozen.formats import fp8 as fp8_format
 from graftune.model.frozen.weight_format import Option
 from graftune.model.spec import ModelSpec
@@ -98,6 +99,7 @@ CASES = {
     "delta nets, every weight": setup(spec=spec(**DELTA), method="full"),
     "qk norm, bias, tied": setup(spec=biased(tied=True)),
     "options of attention": setup(spec=specs.with_options(spec()), lora=LoraConfig(rank=4, train_norms=True)),
+    "kto": setup(loss=Kto(), layout=Kto().fields_of(())),
     "pairs, the start kept": setup(loss=Dpo("start"), layout=Dpo().layout(PAIRED)),
     "fp8": setup(kind="fp8"),
     "one long document": setup(shape=Capacities(128, 1, 128, 128)),

@@ -55,6 +55,26 @@ def test_a_loss_by_name(opened):
     assert stats.loss == pytest.approx(asked.evaluate(data).loss, rel=1e-5) and stats.figures["cross_entropy"] > 0
 
 
+@pytest.mark.parametrize("loss", ["simpo", "dpo", "kto"])
+def test_preferences_in_a_session(opened, loss):
+    """Records given to forward_backward, and batches of a data set: the loss and the figures of an evaluation."""
+    rows = [{"prompt": row["prompt"], "chosen": row["response"], "rejected": "No."} for row in ROWS]
+    if loss == "kto":
+        rows = [{"prompt": r["prompt"], "completion": r["chosen"], "label": i % 2} for i, r in enumerate(rows)]
+    session = opened(loss=loss, tokens_per_step=4096, tokens_per_micro_batch=64)
+    torch.nn.init.normal_(session.parts.arena.weights, std=0.2)
+    session.parts.arena.publish()
+    data = session.prepare(rows)
+    expected = session.evaluate(data)
+    (batch,) = session.batches(data)
+    for given in (rows, batch):
+        session.forward_backward(given)
+        stats = session.optim_step(lr=0.0, weight_decay=0.0)
+        assert stats.loss == pytest.approx(expected.loss, rel=1e-5)
+        assert stats.figures == pytest.approx(expected.figures, rel=1e-4, abs=1e-5)
+    assert loss != "kto" or expected.figures["kl"] > 0
+
+
 def test_a_loss_may_change_between_steps(opened):
     """What was counted and what was fetched stays; gradients of two losses are not mixed."""
     session = opened(lr=1e-2, tokens_per_step=4096)

@@ -17,6 +17,7 @@ from graftune import spans
 from graftune.api import train
 from graftune.data.pack import Capacities
 from graftune.errors import GraftuneError
+from graftune.losses import choose
 from graftune.model.families import from_config
 from graftune.observe import trackers
 from graftune.observe.console import Console
@@ -24,7 +25,7 @@ from graftune.observe.events import read_events
 from graftune.observe.progress import WorkProgress
 from graftune.observe.speed import Amounts, Meter
 from graftune.observe.trackers import Tracking, epochs_done, metrics_of
-from graftune.settings.config import Config
+from graftune.settings.config import Config, TrainConfig
 from graftune.spans import StampTurn
 from graftune.step import floor
 from graftune.step.flops import StepFlops
@@ -32,6 +33,7 @@ from graftune.step.pipeline import HostPipeline
 from graftune.training import floors, profiler, reporter
 from graftune.training.reporter import LiveSpeed, Reporter
 from tests.observe.test_profile import Ticks
+from tests.support import specs
 from tests.training.runs import write_data
 
 
@@ -200,7 +202,7 @@ def test_the_line_says_why_there_is_no_floor(
     shape = SimpleNamespace(**{"experts": 0, "recurrent": False} | spec)
     session: Any = SimpleNamespace(
         config=Config.of({"recompute": recompute}), base=SimpleNamespace(spec=shape),
-        runtime=SimpleNamespace(device=SimpleNamespace(type="cuda")), pipeline=None,
+        runtime=SimpleNamespace(device=SimpleNamespace(type="cuda")), pipeline=None, loss=choose(TrainConfig()),
     )  # fmt: skip
     assert reporter.live_speed(session, [], None).without_floor == f"floor: {says}"
     if spec.get("recurrent"):
@@ -362,6 +364,22 @@ def test_the_operations_of_a_step_are_those_of_its_floor(full: bool) -> None:
     work = floor.Work(floor.layers_of(spec), (spec.vocab, spec.width), 32, 20, lengths, full=full)
     wanted = flops(work, floor.plan(work))
     assert StepFlops.of(spec, np.array(lengths), full=full)(32, 20) == pytest.approx(wanted)
+
+
+def test_the_passes_of_a_reference_are_counted() -> None:
+    """Products with weights once, of attention two of seven."""
+    spec, lengths = specs.made(
+        family="llama", layers=2, width=32, ffn=48, heads=4, kv_heads=2, head_width=8, vocab=96, norm_eps=1e-5,
+        rope_theta=1e4, max_positions=64, tied=False,
+    ), np.array([8, 24])  # fmt: skip
+
+    def counted(**how: Any) -> float:
+        return StepFlops.of(spec, lengths, **how)(32, 20)
+
+    weights = counted(full=True) - counted()
+    attention = (counted() - 2 * weights) / 7
+    assert attention > 0 and counted(forwards=3) - counted() == pytest.approx(3 * (weights + 2 * attention))
+    assert [choose(TrainConfig(loss=name)).forwards for name in ("simpo", "dpo", "kto")] == [0, 1, 3]  # type: ignore[arg-type]
 
 
 def test_a_floor_is_kept_for_its_card_model_and_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

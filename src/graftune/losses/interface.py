@@ -60,6 +60,12 @@ class Loss(ABC):
         """How many sums it returns as `Computed.figures`; they are added over micro-batches and ranks."""
         return len(self.figures)
 
+    @property
+    def forwards(self) -> int:
+        """Forward passes over a step's tokens besides the one that is trained."""
+        models = 2 if self.reference else 1
+        return models - 1 + (models if self.ahead else 0)
+
     def means(self, sums: torch.Tensor, divisor: torch.Tensor | float) -> torch.Tensor:
         """The figures, from the sums [sums] over an optimizer step or an evaluation. By default each sum is divided as
         the loss is; a loss whose figures have counts of their own returns those too and divides here."""

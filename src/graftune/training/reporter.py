@@ -54,7 +54,7 @@ class LiveSpeed:
 
 def live_speed(parts: Parts, examples: Sequence[Example], shape: Capacities | None) -> LiveSpeed:
     full = parts.config.train.method != "lora"
-    flops = StepFlops.of(parts.base.spec, lengths_of(examples), full=full)
+    flops = StepFlops.of(parts.base.spec, lengths_of(examples), full=full, forwards=parts.loss.forwards)
     if parts.runtime.device.type != "cuda":
         return LiveSpeed(flops)
     known, loop = floors.known(parts, shape), parts.pipeline
