@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -95,5 +96,6 @@ def projections(name: str, grad: torch.Tensor) -> list[float]:
     return [float(exact.norm()), *(float((exact * one).sum()) for one in directions)]
 
 
+@cache
 def stored() -> dict[str, Any]:
     return json.loads(STORED.read_text())
