@@ -21,7 +21,7 @@ class Answers(NamedTuple):
     """One number per answer [A]."""
 
     log_p: torch.Tensor  # log p of the whole answer
-    moved: torch.Tensor  # log p less the reference model's; log p itself if the loss has no reference
+    log_ratio: torch.Tensor  # log p less the reference model's; log p itself if the loss has no reference
     tokens: torch.Tensor  # trained tokens, fp32, at least 1
     real: torch.Tensor  # fp32: 1, and 0 where the document is padding
 
@@ -31,21 +31,21 @@ class Answers(NamedTuple):
         return self.log_p / self.tokens
 
     @property
-    def moved_per_token(self) -> torch.Tensor:
-        return self.moved / self.tokens
+    def log_ratio_per_token(self) -> torch.Tensor:
+        return self.log_ratio / self.tokens
 
-    def every_second(self, first: int) -> Answers:
+    def member(self, place: int) -> Answers:
         """The first (0) or the second (1) answer of each pair."""
         pairs = len(self.tokens) // 2
-        return Answers(*(value[: 2 * pairs].view(pairs, 2)[:, first] for value in self))
+        return Answers(*(value[: 2 * pairs].view(pairs, 2)[:, place] for value in self))
 
 
 def answers_of(log_probs: torch.Tensor, reference: torch.Tensor | None, batch: PackedBatch) -> Answers:
     """log p(label) [R] of the model and of the reference model -> sums over answers."""
     trained, document = batch.extra["trained"], batch.extra["document"]
     log_p = torch.zeros_like(trained).index_add(0, document, log_probs)
-    moved = log_p if reference is None else torch.zeros_like(trained).index_add(0, document, log_probs - reference)
-    return Answers(log_p, moved, trained.clamp(min=1.0), (trained > 0).float())
+    log_ratio = log_p if reference is None else torch.zeros_like(trained).index_add(0, document, log_probs - reference)
+    return Answers(log_p, log_ratio, trained.clamp(min=1.0), (trained > 0).float())
 
 
 def layout_of(members: int, *fields: Field, ahead: Ahead | None = None) -> BatchLayout:

@@ -66,11 +66,11 @@ class KtoZero(LogProbLoss):
         answers, kl = answers_of(log_probs, reference, batch), self.kl(batch)
         good = batch.extra["label"] * answers.real
         bad = answers.real - good
-        above = self.beta * (answers.moved - kl)
+        above = self.beta * (answers.log_ratio - kl)
         weighted = self.desirable_weight * good * torch.sigmoid(-above)
         weighted = weighted + self.undesirable_weight * bad * torch.sigmoid(above)
         with torch.no_grad():
-            rewards = self.beta * answers.moved
+            rewards = self.beta * answers.log_ratio
             figures = torch.stack((rewards * good, rewards * bad, good, bad, answers.real * kl)).sum(1)
         return weighted.sum(), figures
 
@@ -86,7 +86,7 @@ class Kto(KtoZero):
 
     def sums_ahead(self, log_probs: torch.Tensor, reference: torch.Tensor | None, batch: PackedBatch) -> torch.Tensor:
         answers = answers_of(log_probs, reference, batch)
-        return torch.stack((answers.moved * answers.real, answers.real)).sum(1)
+        return torch.stack((answers.log_ratio * answers.real, answers.real)).sum(1)
 
     def kl(self, batch: PackedBatch) -> torch.Tensor:
         total, count = batch.extra["ahead"].unbind()

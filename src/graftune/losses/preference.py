@@ -56,13 +56,13 @@ class PairLoss(LogProbLoss):
 
     def reward(self, answers: Answers) -> torch.Tensor:
         """What the figures report of an answer."""
-        return self.beta * answers.moved
+        return self.beta * answers.log_ratio
 
     def of_log_probs(
         self, log_probs: torch.Tensor, reference: torch.Tensor | None, batch: PackedBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         answers = answers_of(log_probs, reference, batch)
-        chosen, rejected = answers.every_second(0), answers.every_second(1)
+        chosen, rejected = answers.member(0), answers.member(1)
         losses = self.of_pairs(chosen, rejected)
         if self.sft_share:
             losses = losses - self.sft_share * chosen.per_token
@@ -75,22 +75,22 @@ class PairLoss(LogProbLoss):
 
 class Dpo(PairLoss):
     def of_pairs(self, chosen: Answers, rejected: Answers) -> torch.Tensor:
-        return -F.logsigmoid(self.beta * (chosen.moved - rejected.moved))
+        return -F.logsigmoid(self.beta * (chosen.log_ratio - rejected.log_ratio))
 
 
 class DpoNorm(PairLoss):
     def of_pairs(self, chosen: Answers, rejected: Answers) -> torch.Tensor:
-        return -F.logsigmoid(self.beta * (chosen.moved_per_token - rejected.moved_per_token))
+        return -F.logsigmoid(self.beta * (chosen.log_ratio_per_token - rejected.log_ratio_per_token))
 
 
 class Ipo(PairLoss):
     def of_pairs(self, chosen: Answers, rejected: Answers) -> torch.Tensor:
-        return (chosen.moved_per_token - rejected.moved_per_token - 0.5 / self.beta).square()
+        return (chosen.log_ratio_per_token - rejected.log_ratio_per_token - 0.5 / self.beta).square()
 
 
 class Hinge(PairLoss):
     def of_pairs(self, chosen: Answers, rejected: Answers) -> torch.Tensor:
-        return torch.relu(1 - self.beta * (chosen.moved - rejected.moved))
+        return torch.relu(1 - self.beta * (chosen.log_ratio - rejected.log_ratio))
 
 
 class Robust(PairLoss):
@@ -101,13 +101,13 @@ class Robust(PairLoss):
         self.label_smoothing = label_smoothing
 
     def of_pairs(self, chosen: Answers, rejected: Answers) -> torch.Tensor:
-        margin, wrong = self.beta * (chosen.moved - rejected.moved), self.label_smoothing
+        margin, wrong = self.beta * (chosen.log_ratio - rejected.log_ratio), self.label_smoothing
         return (wrong * F.logsigmoid(-margin) - (1 - wrong) * F.logsigmoid(margin)) / (1 - 2 * wrong)
 
 
 class ApoZero(PairLoss):
     def of_pairs(self, chosen: Answers, rejected: Answers) -> torch.Tensor:
-        return torch.sigmoid(-self.beta * chosen.moved) + torch.sigmoid(self.beta * rejected.moved)
+        return torch.sigmoid(-self.beta * chosen.log_ratio) + torch.sigmoid(self.beta * rejected.log_ratio)
 
 
 class SimPo(PairLoss):

@@ -84,8 +84,9 @@ def evaluate(
             group = groups[number] if number < len(groups) else []
             packed = pack(take(examples, group), layout=layout, **limits) if group else pack_nothing(layout, **limits)
             batch = packed.to(decoder.device)
-            how = {"adapted": adapted, "backend": backend, "start": start}
-            found = evaluate_batch(decoder, batch, loss, longest, ahead=ahead, **how)  # type: ignore[arg-type]
+            found = evaluate_batch(
+                decoder, batch, loss, longest, adapted=adapted, backend=backend, start=start, ahead=ahead
+            )
             row[0] = found.total
             if found.figures is not None:
                 row[1:] = found.figures
