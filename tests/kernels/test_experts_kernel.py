@@ -27,8 +27,11 @@ def test_multiply(counts, depth, width, dtype, device, kernels_on):
     starts = starts_of(counts, device)
     x = draw(sum(counts), depth + 3, dtype=dtype, device=device)[:, :depth]
     weight = draw(len(counts), width, depth, dtype=dtype, device=device)
-    want = reference.multiply(x.float(), weight.float(), starts)
+    want = reference.multiply(x.float(), weight.float(), starts, None)
     assert (experts.multiply(x, weight, starts).float() - want).abs().max() <= CLOSE[dtype] * want.abs().max()
+    bias = torch.randn(len(counts), width, device=device)
+    added = reference.multiply(x.float(), weight.float(), starts, bias)
+    assert (experts.multiply(x, weight, starts, bias).float() - added).abs().max() <= CLOSE[dtype] * added.abs().max()
     turned = weight.transpose(1, 2).contiguous().transpose(1, 2)
     assert (experts.multiply(x, turned, starts).float() - want).abs().max() <= CLOSE[dtype] * want.abs().max()
     y = draw(sum(counts), width, dtype=dtype, device=device)

@@ -14,16 +14,16 @@ from tests.support.pairwise import pairwise
 SIZES = [(1, 1), (1, 2), (3, 7), (9, 30), (5, 257), (2, 2049), (3, 4097)]  # the last: one more than a block
 
 
-def inputs(tokens: int, width: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """gate_up and the gradient of the activation."""
+def inputs(tokens: int, width: int, dtype: torch.dtype, device: str, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """gate_up and the gradient of the activation; of a clamped unit, beyond its limits here and there."""
     torch.manual_seed(tokens + width)
-    gate_up, grad = torch.randn(tokens, 2 * width), torch.randn(tokens, width)
+    gate_up, grad = torch.randn(tokens, 2 * width) * (5 if kind == "clamped" else 1), torch.randn(tokens, width)
     return gate_up.to(dtype).to(device), grad.to(dtype).to(device)
 
 
 @pairwise(("tokens, width", SIZES), ("padding", [0, 5]), ("dtype", DTYPES), ("kind", swiglu.KINDS))
 def test_forward(kernels_on, device, tokens, width, padding, dtype, kind):
-    gate_up, _ = inputs(tokens, width, dtype, device)
+    gate_up, _ = inputs(tokens, width, dtype, device, kind)
     wide, act = buffer(tokens, width, padding, gate_up)
     before, want = gate_up.clone(), torch.full((tokens, width), NAN, device=device)
     swiglu.forward(gate_up, act, kind)
@@ -40,7 +40,7 @@ def test_forward(kernels_on, device, tokens, width, padding, dtype, kind):
 )
 def test_backward(kernels_on, device, tokens, width, paddings, dtype, kind):
     """paddings: columns beside the gradient that comes, the one that goes, and the activation."""
-    gate_up, grad = inputs(tokens, width, dtype, device)
+    gate_up, grad = inputs(tokens, width, dtype, device, kind)
     before = gate_up.clone()
     grad_wide, given = filled(grad, paddings[0])
     out_wide, out = buffer(tokens, 2 * width, paddings[1], grad)

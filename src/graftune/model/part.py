@@ -104,6 +104,11 @@ class PartSpec:
         Hugging Face's, "gguf"). None: as in the engine."""
         return None
 
+    def adapter_order_in(self, file: str, name: str) -> FileOrder | None:
+        """The same of an adapter's A or B, by its name behind `module`: B has the rows of its weight, A the columns."""
+        order = self.order_in(file, name.partition(".")[0])
+        return order if order is not None and name.endswith("AB"[1 - order.dim] + ".weight") else None
+
     @property
     def log_decays(self) -> tuple[str, ...]:
         """Those of `tensors` that a GGUF stores as -exp of the value."""

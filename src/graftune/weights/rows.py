@@ -26,10 +26,9 @@ from graftune.model.spec import ModelSpec
 def order_in(file: str, spec: ModelSpec, name: str) -> FileOrder | None:
     """The order of a tensor or of an adapter's A or B, given by our name, in a file of this kind; None: ours."""
     part, inner = spec.part_of(name)
-    order = None if part is None else part.order_in(file, inner.partition(".")[0])
-    if order is None or ".lora_" not in name:
-        return order
-    return order if name.endswith(("lora_A.weight", "lora_B.weight")[1 - order.dim]) else None
+    if part is None:
+        return None
+    return part.adapter_order_in(file, inner) if ".lora_" in name else part.order_in(file, inner.partition(".")[0])
 
 
 def adapter_to_file(value: torch.Tensor, file: str, spec: ModelSpec, name: str) -> torch.Tensor:

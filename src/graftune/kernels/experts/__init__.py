@@ -15,10 +15,11 @@ __all__ = ["Starts", "add_multiplied_", "add_products_", "multiply"]
 
 
 @launch.operation(spans.PRODUCT)
-def multiply(x: torch.Tensor, weight: torch.Tensor, starts: Starts) -> torch.Tensor:
-    """y [S, out]: each row times the weight of its expert."""
+def multiply(x: torch.Tensor, weight: torch.Tensor, starts: Starts, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """y [S, out]: each row times the weight of its expert, plus the expert's bias [E, out] (fp32)."""
     assert x.dim() == 2 and weight.shape[2] == x.shape[1] and len(starts.at) == len(weight) + 1
-    return launch.implementation(reference, x).multiply(x, weight, starts)
+    assert bias is None or (bias.shape == weight.shape[:2] and bias.stride(1) == 1)
+    return launch.implementation(reference, x).multiply(x, weight, starts, bias)
 
 
 @launch.operation("adapters")

@@ -17,9 +17,9 @@ from graftune.kernels import launch
 from graftune.kernels.experts.reference import Starts
 
 
-def multiply(x: torch.Tensor, weight: torch.Tensor, starts: Starts) -> torch.Tensor:
+def multiply(x: torch.Tensor, weight: torch.Tensor, starts: Starts, bias: torch.Tensor | None) -> torch.Tensor:
     out = x.new_empty(len(x), weight.shape[1])
-    launch_multiply(x, weight, starts.at, out, 1.0, add=False)
+    launch_multiply(x, weight, starts.at, out, 1.0, add=False, bias=bias)
     return out
 
 
@@ -28,15 +28,17 @@ def add_multiplied_(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, star
 
 
 def launch_multiply(
-    x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor, out: torch.Tensor, scale: float, *, add: bool
-) -> None:
+    x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor, out: torch.Tensor, scale: float, *, add: bool,
+    bias: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     rows, (experts, width, depth) = len(x), weight.shape
     exact = x.dtype == torch.float32
     bm, bn = 32 if exact else 64, min(launch.power_of_two(width, 16), 64 if exact else 128)
     bk = min(launch.power_of_two(depth, 16), 32 if exact else 64)
     _multiply[(triton.cdiv(rows, bm) + experts, triton.cdiv(width, bn))](
-        x, weight, starts, out, scale, width, depth, x.stride(0), x.stride(1), *weight.stride(), out.stride(0),
-        E=experts, BE=launch.power_of_two(experts), BM=bm, BN=bn, BK=bk, ADD=add, num_warps=4, num_stages=3,
+        x, weight, starts, starts if bias is None else bias, out, scale, width, depth, x.stride(0), x.stride(1),
+        *weight.stride(), 0 if bias is None else bias.stride(0), out.stride(0), E=experts,
+        BE=launch.power_of_two(experts), BM=bm, BN=bn, BK=bk, ADD=add, BIAS=bias is not None, num_warps=4, num_stages=3,
     )  # fmt: skip
 
 
@@ -52,8 +54,9 @@ def add_products_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, starts:
 
 @launch.kernel
 def _multiply(
-    x_ptr, w_ptr, starts_ptr, out_ptr, scale, N, K, x_row, x_col, w_expert, w_row, w_col, out_row,
+    x_ptr, w_ptr, starts_ptr, bias_ptr, out_ptr, scale, N, K, x_row, x_col, w_expert, w_row, w_col, bias_row, out_row,
     E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr,
+    BIAS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     experts = tl.arange(0, BE)
@@ -81,6 +84,8 @@ def _multiply(
             w = tl.load(weight + k_offsets[:, None].to(tl.int64) * w_col, w_mask, other=0.0)
             sums = tl.dot(x, w, sums, input_precision="ieee")
         sums *= scale
+        if BIAS:
+            sums += tl.load(bias_ptr + expert.to(tl.int64) * bias_row + cols, cols < N, other=0.0)[None, :]
         places = out_ptr + rows[:, None] * out_row + cols[None, :]
         mask = inside[:, None] & (cols[None, :] < N)
         if ADD:

@@ -1,6 +1,6 @@
 """Products by group: the rows of x belong to experts, those of one lie together, and each expert has its own weight.
 
-y[a:b] = x[a:b] W_e'          (a, b) = starts[e], starts[e + 1]
+y[a:b] = x[a:b] W_e' + b_e    (a, b) = starts[e], starts[e + 1]
 total_e += scale * a[a:b]' b[a:b]
 """
 
@@ -28,10 +28,12 @@ class Starts(NamedTuple):
                 yield expert, slice(start, stop)
 
 
-def multiply(x: torch.Tensor, weight: torch.Tensor, starts: Starts) -> torch.Tensor:
+def multiply(x: torch.Tensor, weight: torch.Tensor, starts: Starts, bias: torch.Tensor | None) -> torch.Tensor:
     out = x.new_empty(len(x), weight.shape[1])
     for expert, rows in starts.groups():
         torch.mm(x[rows], weight[expert].t(), out=out[rows])
+        if bias is not None:
+            out[rows] += bias[expert]
     return out
 
 

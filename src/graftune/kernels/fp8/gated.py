@@ -39,7 +39,7 @@ def _silu_up(gate_ptr, up_ptr, cols, F):
     """silu(gate) * up"""
     gate = tl.load(gate_ptr + cols, cols < F, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + cols, cols < F, other=0.0).to(tl.float32)
-    silu, _ = unit(gate, False)
+    silu, _ = unit(gate, "silu")
     return silu * up
 
 
@@ -91,7 +91,7 @@ def _act_backward(
         gate = tl.load(gate_up_ptr + cols, inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         up = tl.load(gate_up_ptr + F + cols, inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         grad = tl.load(grad_ptr + cols, inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        silu, slope = unit(gate, False)
+        silu, slope = unit(gate, "silu")
         of_gate = (grad * up * slope).to(kind)
         of_up = (grad * silu).to(kind)
         tl.store(out_ptr + cols, of_gate, inside, eviction_policy="evict_last")

@@ -1,4 +1,5 @@
-"""Gated linear units on a fused gate/up product: act(gate) * up, with silu (SwiGLU) or tanh's gelu (GeGLU).
+"""Gated linear units on a fused gate/up product: act(gate) * up, with silu (SwiGLU), tanh's gelu (GeGLU), or gpt-oss's
+clamped unit.
 
 gate_up [T, 2F] -> [T, F], computed in fp32. All tensors may have any row stride."""
 
@@ -11,7 +12,7 @@ from graftune.kernels.swiglu import reference
 
 __all__ = ["KINDS", "backward", "forward"]
 
-KINDS = ("silu", "gelu")
+KINDS = ("silu", "gelu", "clamped")
 
 
 @launch.operation("gated unit")

@@ -17,9 +17,14 @@ COLUMNS, WARPS = 4096, 8  # per program
 
 
 @triton.jit
-def _act(x, GELU: tl.constexpr):
+def _act(x, KIND: tl.constexpr):
     """(the activation of x, its slope)."""
-    if GELU:
+    if KIND == "clamped":
+        g = tl.minimum(x, 7.0)
+        s = tl.sigmoid(1.702 * g)
+        value = g * s
+        slope = tl.where(x <= 7.0, s + 1.702 * value * (1.0 - s), 0.0)
+    elif KIND == "gelu":
         u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         t = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * u))
         steep = (1.0 - t * t) * 0.7978845608028654 * (1.0 + 0.134145 * x * x)
@@ -32,21 +37,29 @@ def _act(x, GELU: tl.constexpr):
     return value, slope
 
 
+@triton.jit
+def _factor(up, KIND: tl.constexpr):
+    """What the activation is multiplied by."""
+    if KIND == "clamped":
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
+    return up
+
+
 @launch.kernel
-def _forward(gate_up_ptr, act_ptr, F, gate_up_stride, act_stride, GELU: tl.constexpr, BF: tl.constexpr):
+def _forward(gate_up_ptr, act_ptr, F, gate_up_stride, act_stride, KIND: tl.constexpr, BF: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BF + tl.arange(0, BF)
     inside = cols < F
     gate = tl.load(gate_up_ptr + row * gate_up_stride + cols, inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * gate_up_stride + F + cols, inside, other=0.0).to(tl.float32)
-    value, _ = _act(gate, GELU)
-    tl.store(act_ptr + row * act_stride + cols, (value * up).to(act_ptr.dtype.element_ty), inside)
+    value, _ = _act(gate, KIND)
+    tl.store(act_ptr + row * act_stride + cols, (value * _factor(up, KIND)).to(act_ptr.dtype.element_ty), inside)
 
 
 @launch.kernel
 def _backward(
     grad_ptr, gate_up_ptr, out_ptr, act_ptr, F, grad_stride, gate_up_stride, out_stride, act_stride,
-    GELU: tl.constexpr, BF: tl.constexpr,
+    KIND: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     """May work in place: a program writes only where it alone has read before."""
     row = tl.program_id(0).to(tl.int64)
@@ -55,17 +68,20 @@ def _backward(
     gate = tl.load(gate_up_ptr + row * gate_up_stride + cols, inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * gate_up_stride + F + cols, inside, other=0.0).to(tl.float32)
     grad = tl.load(grad_ptr + row * grad_stride + cols, inside, other=0.0).to(tl.float32)
-    value, slope = _act(gate, GELU)
-    kind = out_ptr.dtype.element_ty
-    tl.store(out_ptr + row * out_stride + cols, (grad * up * slope).to(kind), inside)
-    tl.store(out_ptr + row * out_stride + F + cols, (grad * value).to(kind), inside)
-    tl.store(act_ptr + row * act_stride + cols, (value * up).to(kind), inside)
+    value, slope = _act(gate, KIND)
+    kind, factor = out_ptr.dtype.element_ty, _factor(up, KIND)
+    grad_up = grad * value
+    if KIND == "clamped":
+        grad_up = tl.where(tl.abs(up) <= 7.0, grad_up, 0.0)
+    tl.store(out_ptr + row * out_stride + cols, (grad * factor * slope).to(kind), inside)
+    tl.store(out_ptr + row * out_stride + F + cols, grad_up.to(kind), inside)
+    tl.store(act_ptr + row * act_stride + cols, (value * factor).to(kind), inside)
 
 
 def forward(gate_up: torch.Tensor, act: torch.Tensor, kind: str) -> None:
     tokens, width = act.shape
     _forward[(tokens, triton.cdiv(width, COLUMNS))](
-        gate_up, act, width, gate_up.stride(0), act.stride(0), GELU=kind == "gelu", BF=COLUMNS, num_warps=WARPS
+        gate_up, act, width, gate_up.stride(0), act.stride(0), KIND=kind, BF=COLUMNS, num_warps=WARPS
     )
 
 
@@ -73,5 +89,5 @@ def backward(grad: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: 
     tokens, width = grad.shape
     _backward[(tokens, triton.cdiv(width, COLUMNS))](
         grad, gate_up, out, act, width, grad.stride(0), gate_up.stride(0), out.stride(0), act.stride(0),
-        GELU=kind == "gelu", BF=COLUMNS, num_warps=WARPS,
+        KIND=kind, BF=COLUMNS, num_warps=WARPS,
     )  # fmt: skip

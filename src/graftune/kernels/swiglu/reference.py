@@ -3,6 +3,9 @@
     silu   x s               with s = sigmoid(x)                              slope  s + x s (1 - s)
     gelu   x (1 + t) / 2     with t = tanh(sqrt(2/pi) (x + 0.044715 x^3))     slope  (1 + t + x t') / 2
 
+The clamped unit (gpt-oss) is x s (up + 1) with s = sigmoid(1.702 x), where x is the gate, at most 7, and up lies
+between -7 and 7; beyond these limits the gradient is zero.
+
 Backward: d up = grad * act(gate); d gate = grad * up * slope. It returns the activation too: the down projection's
 adapter needs it, and recomputing it costs less than keeping it. Every operation computes in fp32 and rounds to the
 tensor's dtype; converting whole tensors to fp32 would cost four times the memory traffic, which bounds the speed here.
@@ -14,6 +17,7 @@ import torch
 
 from graftune.private import find
 
+LIMIT, ALPHA = 7.0, 1.702  # of the clamped unit
 _silu = find("torch.ops.aten.silu.out")
 _silu_backward = find("torch.ops.aten.silu_backward.grad_input")
 _gelu_backward = find("torch.ops.aten.gelu_backward")
@@ -21,6 +25,10 @@ _gelu_backward = find("torch.ops.aten.gelu_backward")
 
 def forward(gate_up: torch.Tensor, act: torch.Tensor, kind: str = "silu") -> None:
     gate, up = gate_up.chunk(2, -1)
+    if kind == "clamped":
+        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+        torch.mul(gate * torch.sigmoid(ALPHA * gate), up + 1, out=act)
+        return
     torch.mul(_act(gate, kind), up, out=act)
 
 
@@ -30,6 +38,9 @@ def backward(
     """Write the gradient of gate_up [T, 2F] to `out` and the activation [T, F] to `act`."""
     gate, up = gate_up.chunk(2, -1)
     width = gate.shape[-1]
+    if kind == "clamped":
+        _clamped_backward(grad, gate, up, out, act)
+        return
     if kind == "silu":
         _silu(gate, out=act)
     else:
@@ -40,6 +51,17 @@ def backward(
     else:
         out[..., :width] = _gelu_backward(grad * up, gate, approximate="tanh")
     act.mul_(up)
+
+
+def _clamped_backward(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor, act: torch.Tensor
+) -> None:
+    x, y = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+    s, width = torch.sigmoid(ALPHA * x), gate.shape[-1]
+    value, slope = x * s, s + ALPHA * x * s * (1 - s)
+    out[..., width:] = grad * value * (up.abs() <= LIMIT)
+    out[..., :width] = grad * (y + 1) * slope * (gate <= LIMIT)
+    torch.mul(value, y + 1, out=act)
 
 
 def _act(gate: torch.Tensor, kind: str) -> torch.Tensor:

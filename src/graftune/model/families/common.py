@@ -19,6 +19,7 @@ from graftune.model.families import rope
 from graftune.model.families.reading import ACTIVATIONS, MOST_EXPERTS, Config, Getter, check_supported
 from graftune.model.feed_forward.experts import ExpertsSpec
 from graftune.model.feed_forward.gated import GatedSpec
+from graftune.model.feed_forward.router import RouterSpec
 from graftune.model.layer_spec import BranchPart, BranchSpec, LayerSpec, NormSpec
 from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.part import FeedForwardSpec, MixerSpec
@@ -113,16 +114,16 @@ class Family:
         check_supported(config, where, bias=self.bias)
         get = Getter(self.completed(config), where, spelled or {})
         norms = self.layer_norms(get)
-        feed_forward, scale = self.feed_forward(get), get.number("residual_multiplier", 1.0)
-        kinds: dict[MixerSpec, LayerSpec] = {}
-        mixers = self.mixers(get)
-        for mixer in dict.fromkeys(mixers):
-            branches = (BranchPart(mixer, *norms[:2]), BranchPart(feed_forward, *norms[2:]))
-            kinds[mixer] = LayerSpec(tuple(BranchSpec((part,), scale=scale) for part in branches))
+        scale = get.number("residual_multiplier", 1.0)
+        kinds: dict[tuple[MixerSpec, tuple[FeedForwardSpec, ...]], LayerSpec] = {}
+        parts = list(zip(self.mixers(get), self.feed_forwards(get), strict=True))
+        for mixer, feed_forwards in dict.fromkeys(parts):
+            branches = (BranchPart(mixer, *norms[:2]),), tuple(BranchPart(f, *norms[2:]) for f in feed_forwards)
+            kinds[mixer, feed_forwards] = LayerSpec(tuple(BranchSpec(each, scale=scale) for each in branches))
         return ModelSpec(
             self.name,
             self.embedding(get),
-            tuple(kinds[mixer] for mixer in mixers),
+            tuple(kinds[each] for each in parts),
             HeadSpec(
                 self.head_norm(get),
                 bool(get.config.get("tie_word_embeddings", False)),
@@ -203,11 +204,18 @@ class Family:
         first = int(config.get("max_window_layers", 0)) if self.windows == "configured" else 0
         return [index >= first for index in range(layers)]
 
+    def feed_forwards(self, get: Getter) -> list[tuple[FeedForwardSpec, ...]]:
+        """The parallel parts of each layer's feed-forward branch: a mixture comes before its shared expert."""
+        return [(self.feed_forward(get),)] * get.layers()
+
     def feed_forward(self, get: Getter) -> FeedForwardSpec:
-        width = get.whole("hidden_size")
-        activation = get.activation()
-        if not self.experts_key:
-            return GatedSpec(width, get.whole("intermediate_size"), activation, self.mlp, self.mlp_names)
+        return self.experts(get) if self.experts_key else self.dense(get)
+
+    def dense(self, get: Getter) -> GatedSpec:
+        width, ffn = get.whole("hidden_size"), get.whole("intermediate_size")
+        return GatedSpec(width, ffn, get.activation(), self.mlp, self.mlp_names)
+
+    def experts(self, get: Getter) -> ExpertsSpec:
         config = get.config
         if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
             raise GraftuneError("has experts in some layers only", where=get.where, fix="this variant is not supported")
@@ -215,7 +223,11 @@ class Family:
         count, chosen = get.whole(key), get.whole("num_experts_per_tok")
         if not chosen <= count <= MOST_EXPERTS:
             raise GraftuneError(f"chooses {chosen} of {count} experts", where=get.where, fix="download the model again")
-        return ExpertsSpec(width, get.whole(self.expert_ffn_key), count, chosen, bool(config.get("norm_topk_prob")))
+        width, ffn, router = get.whole("hidden_size"), get.whole(self.expert_ffn_key), self.router(get)
+        return ExpertsSpec(width, ffn, count, chosen, router, self.mlp, get.activation())
+
+    def router(self, get: Getter) -> RouterSpec:
+        return RouterSpec(normalised=bool(get.config.get("norm_topk_prob")))
 
     # Reading GGUF metadata
 
@@ -314,7 +326,7 @@ class Family:
                 self.experts_key: feed_forward.experts,
                 "num_experts_per_tok": feed_forward.chosen,
                 self.expert_ffn_key: feed_forward.ffn,
-                "norm_topk_prob": feed_forward.normalised,
+                "norm_topk_prob": feed_forward.router.normalised,
             }
         else:
             found["hidden_act"] = next(theirs for theirs, a in ACTIVATIONS.items() if a == feed_forward.activation)
@@ -336,7 +348,7 @@ class Family:
         full, _ = self.written_ropes(spec)
         config = self.config(spec, where)
         attention, feed_forward = uniform(spec, where)
-        if isinstance(feed_forward, ExpertsSpec) and not feed_forward.normalised:
+        if isinstance(feed_forward, ExpertsSpec) and not feed_forward.router.normalised:
             raise GraftuneError(
                 "llama.cpp weighs the experts of this family so that they sum to one, which this model does not",
                 fix="export to merged or peft",

@@ -26,8 +26,8 @@ class ExpertWeights(Protocol):
 
     @property
     def nbytes(self) -> int: ...
-    def matmul(self, x: torch.Tensor, starts: Starts) -> torch.Tensor:
-        """x [S, in] -> [S, out], a fresh tensor."""
+    def matmul(self, x: torch.Tensor, starts: Starts, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [S, in] -> [S, out], a fresh tensor. `bias` [E, out] is added."""
         ...
 
     def input_grad(self, grad: torch.Tensor, starts: Starts) -> torch.Tensor:
@@ -46,10 +46,11 @@ class Several:
     def nbytes(self) -> int:
         return sum(weight.nbytes for weight in self.weights)
 
-    def matmul(self, x: torch.Tensor, starts: Starts) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor, starts: Starts, bias: torch.Tensor | None) -> torch.Tensor:
         out = x.new_empty(len(x), self.out_features)
         for expert, rows in starts.groups():
-            out[rows] = self.weights[expert].matmul(x[rows])
+            product = self.weights[expert].matmul(x[rows])
+            out[rows] = product if bias is None else product.add_(bias[expert])
         return out
 
     def input_grad(self, grad: torch.Tensor, starts: Starts) -> torch.Tensor:
@@ -71,8 +72,8 @@ class Stacked:
     def nbytes(self) -> int:
         return self.frozen.nbytes
 
-    def matmul(self, x: torch.Tensor, starts: Starts) -> torch.Tensor:
-        return grouped.multiply(x, self._weight(), starts)
+    def matmul(self, x: torch.Tensor, starts: Starts, bias: torch.Tensor | None) -> torch.Tensor:
+        return grouped.multiply(x, self._weight(), starts, bias)
 
     def input_grad(self, grad: torch.Tensor, starts: Starts) -> torch.Tensor:
         return grouped.multiply(grad, self._weight().transpose(1, 2), starts)
@@ -94,16 +95,17 @@ class ExpertLora:
 
 @dataclass
 class ExpertProjection:
-    """y = x W_e' + s (x A_e') B_e' for the rows of each expert e."""
+    """y = x W_e' + b_e + s (x A_e') B_e' for the rows of each expert e."""
 
     weights: ExpertWeights
     lora: ExpertLora | None = None
     name: str = "product"  # of the operation, in a profile
+    bias: torch.Tensor | None = None  # [E, out] fp32, frozen
 
     def forward(self, x: torch.Tensor, starts: Starts, adapted: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x [S, in] -> (y [S, out], h [S, R] for the backward)."""
         spans.product(self.name)
-        y = self.weights.matmul(x, starts)
+        y = self.weights.matmul(x, starts, self.bias)
         spans.product("adapters")
         h = self.low(x, starts, adapted)
         if self.lora is not None and h is not None:

@@ -1,7 +1,7 @@
 """A mixture of experts: a router picks k of E small MLPs for each token and adds up their weighted outputs.
 
-    p = softmax(n R')         chosen, v = the k largest of p        w = v, or v / sum(v)
-    out[t] = sum over j of w[t, j] * expert[chosen[t, j]](n[t])     n: the normed stream
+    out[t] = sum over j of w[t, j] * expert[chosen[t, j]](n[t])     n: the normed stream; w, chosen: router.py
+    expert(x) = down(unit(gate_up(x))), with a bias on both where the family has one
 
 Every choice becomes a row; rows are sorted by expert, so that each expert's are neighbours and its product is one over
 neighbouring rows (kernels/experts). There are always S = T k rows, whatever the router picks: shapes never depend on
@@ -10,17 +10,20 @@ were hit asks the device how many rows each has: a wait a layer. Giving every ex
 and drops tokens.)
 
 The experts' gate and up are one product with one adapter, as transformers holds them and PEFT adapts them: A [E, R, D]
-and B [E, 2F, R]. The router is frozen; its gradient goes on to the stream. An expert's output is not saved for it,
-since <dy, act W'> = <dy W, act>: the way back through `down` is taken before the row is weighed, and its product with
-the activation is the weight's gradient.
+and B [E, 2F, R]. An expert's output is not saved for the router, since <dy, act W' + b> = <dy W, act> + <dy, b>: the
+way back through `down` is taken before the row is weighed, and its product with the activation is the weight's
+gradient.
+
+A shared expert, which reads every token, is a part of its own beside the mixture (gated.py).
 
 Legend: T tokens, D width, E experts, k chosen a token, S = T k rows, F an expert's feed-forward width, R rank.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -28,15 +31,14 @@ import torch
 from graftune import spans
 from graftune.errors import GraftuneError
 from graftune.kernels import launch, swiglu
-from graftune.kernels.experts import Starts
 from graftune.model.context import PassContext
 from graftune.model.feed_forward.expert_projection import ExpertProjection
-from graftune.model.part import FeedForward, FeedForwardSpec, PartInput, PartPlacer, SavedInput
+from graftune.model.feed_forward.router import Routed, Router, RouterSpec
+from graftune.model.part import FeedForward, FeedForwardSpec, FileOrder, PartInput, PartPlacer, SavedInput
 from graftune.model.projection import ReadyGrad
 
 # transformers' two parameters, each the weights of all experts, and what is in them. Each has one adapter an expert.
 PARAMETERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-ROUTER = "gate.weight"
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,11 @@ class ExpertsSpec(FeedForwardSpec):
     ffn: int  # of one expert
     experts: int
     chosen: int  # for each token
-    normalised: bool = True  # whether the weights of the chosen sum to one
+    router: RouterSpec = field(default_factory=RouterSpec)
     module: str = "mlp"
+    unit: str = "silu"  # silu | gelu | clamped
+    bias: bool = False  # of the experts' projections
+    interleaved: bool = False  # folders hold the experts in one tensor [E, in, out], with gate and up in turns
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
@@ -60,7 +65,10 @@ class ExpertsSpec(FeedForwardSpec):
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        return {ROUTER: (self.experts, self.width)}
+        found = self.router.tensors(self.experts, self.width)
+        if self.bias:
+            found |= {f"experts.{name}.bias": (self.experts, out) for name, (out, _) in self.projections.items()}
+        return found
 
     @property
     def residual_outputs(self) -> tuple[str, ...]:
@@ -117,25 +125,22 @@ class ExpertsSpec(FeedForwardSpec):
             yield f"{self.module}.experts.{parameter}.lora_A.weight", (self.experts * rank, width)
             yield f"{self.module}.experts.{parameter}.lora_B.weight", (self.experts, out, rank)
 
+    def adapter_order_in(self, file: str, name: str) -> FileOrder | None:
+        if file != "folder" or not self.interleaved or name != "experts.gate_up_proj.lora_B.weight":
+            return None
+        return FileOrder(1, torch.arange(2 * self.ffn).view(2, -1).t().reshape(-1))
+
+    @property
+    def checks(self) -> dict[str, bool]:
+        return {"router": 0 < self.router.scale < math.inf and 0 <= self.router.eps < 1}
+
     def build(self, place: PartPlacer) -> Experts:
-        return Experts(
-            router=place.tensor(ROUTER)[0],
-            chosen=self.chosen,
-            normalised=self.normalised,
-            gate_up=place.experts("gate_up_proj"),
-            down=place.experts("down_proj"),
-        )
-
-
-class Routed(NamedTuple):
-    """Which experts the tokens go to."""
-
-    probs: torch.Tensor  # [T, E] fp32
-    chosen: torch.Tensor  # [T, k]
-    weights: torch.Tensor  # [T, k] fp32
-    tokens: torch.Tensor  # [S] the token of each row
-    places: torch.Tensor  # [T, k] the row of each choice
-    starts: Starts
+        gate_up, down = place.experts("gate_up_proj"), place.experts("down_proj")
+        if self.bias:
+            biases = {name: place.tensor(f"experts.{name}.bias")[0] for name in self.projections}
+            gate_up.bias = torch.cat([biases[member] for member in PARAMETERS["gate_up_proj"]], 1)
+            down.bias = biases["down_proj"]
+        return Experts(router=self.router.build(place, self.chosen), gate_up=gate_up, down=down, unit=self.unit)
 
 
 class ExpertsSaved(NamedTuple):
@@ -147,30 +152,14 @@ class ExpertsSaved(NamedTuple):
 
 @dataclass
 class Experts(FeedForward[ExpertsSaved]):
-    router: torch.Tensor  # [E, D] fp32
-    chosen: int  # k
-    normalised: bool  # whether the weights of a token's experts sum to one
+    router: Router
     gate_up: ExpertProjection
     down: ExpertProjection
-
-    def route(self, normed: torch.Tensor) -> Routed:
-        """In fp32, so that the choice does not depend on how logits were rounded."""
-        spans.operation("router")
-        probs = torch.softmax(normed.float() @ self.router.t(), 1)
-        weights, chosen = probs.topk(self.chosen, 1)
-        if self.normalised:
-            weights = weights / weights.sum(1, keepdim=True)
-        ordered, rows = chosen.flatten().sort(stable=True)
-        places = torch.empty_like(rows).scatter_(0, rows, torch.arange(len(rows), device=rows.device))
-        numbers = torch.arange(len(self.router) + 1, device=rows.device)
-        at = torch.searchsorted(ordered, numbers, out_int32=True)
-        host = tuple(int(n) for n in at) if launch.kind_of(at) == "cpu" else None
-        tokens = rows.div(self.chosen, rounding_mode="floor")
-        return Routed(probs, chosen, weights, tokens, places.view_as(chosen), Starts(at, host))
+    unit: str
 
     def forward(self, entry: PartInput, ctx: PassContext) -> tuple[torch.Tensor, ExpertsSaved]:
         normed = entry.tensor()
-        routed = self.route(normed)
+        routed = self.router.forward(normed)
         gate_up, h_gate_up = self._first(normed, routed, ctx)
         expert_out, h_down = self.down.forward(self._act(gate_up), routed.starts, ctx.adapted)
         spans.operation("sum of experts")
@@ -178,7 +167,7 @@ class Experts(FeedForward[ExpertsSaved]):
 
     def recompute(self, entry: PartInput, ctx: PassContext) -> ExpertsSaved:
         normed = entry.tensor()
-        routed = self.route(normed)
+        routed = self.router.forward(normed)
         gate_up, h_gate_up = self._first(normed, routed, ctx)
         adapts = self.down.lora is not None and ctx.adapted
         h_down = self.down.low(self._act(gate_up), routed.starts, ctx.adapted) if adapts else None
@@ -192,7 +181,7 @@ class Experts(FeedForward[ExpertsSaved]):
 
     def _act(self, gate_up: torch.Tensor) -> torch.Tensor:
         act = gate_up.new_empty(len(gate_up), self.down.weights.in_features)
-        swiglu.forward(gate_up, act)
+        swiglu.forward(gate_up, act, self.unit)
         return act
 
     def _first(
@@ -221,7 +210,7 @@ class Experts(FeedForward[ExpertsSaved]):
         signals = grad_act.mul(weights)
         in_place = launch.fused(signals)  # the kernel goes value by value
         grad_gate_up, act = (gate_up, signals) if in_place else (torch.empty_like(gate_up), torch.empty_like(signals))
-        swiglu.backward(signals, gate_up, grad_gate_up, act)
+        swiglu.backward(signals, gate_up, grad_gate_up, act, self.unit)
         del signals
         grad_weights = (grad_act * act).sum(1, dtype=torch.float32)
         del grad_act
@@ -235,17 +224,10 @@ class Experts(FeedForward[ExpertsSaved]):
         del grad_gate_up
         spans.operation("router")
         grad_normed = grad_rows.index_select(0, routed.places.flatten()).view(*routed.places.shape, -1).sum(1)
-        return grad_normed.add_(self._through_router(grad_weights[routed.places], routed).to(grad.dtype))
-
-    def _through_router(self, grad_weights: torch.Tensor, routed: Routed) -> torch.Tensor:
-        """d weights [T, k] -> d normed [T, D], fp32."""
-        chosen = routed.probs.gather(1, routed.chosen)
-        if self.normalised:
-            mean = (grad_weights * routed.weights).sum(1, keepdim=True)
-            grad_weights = (grad_weights - mean) / chosen.sum(1, keepdim=True)
-        inner = (grad_weights * chosen).sum(1, keepdim=True)
-        grad_logits = torch.zeros_like(routed.probs).scatter_(1, routed.chosen, grad_weights).sub_(inner)
-        return grad_logits.mul_(routed.probs) @ self.router
+        grad_choices = grad_weights[routed.places]
+        if self.down.bias is not None:
+            grad_choices += (grad.float() @ self.down.bias.t()).gather(1, routed.chosen)
+        return grad_normed.add_(self.router.backward(grad_choices, routed).to(grad.dtype))
 
 
 def _by_row(values: torch.Tensor, routed: Routed) -> torch.Tensor:

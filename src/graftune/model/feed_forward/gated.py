@@ -3,6 +3,10 @@
 The backward keeps that product, the largest saved tensor, and recomputes the activation. Its gradient overwrites it.
 Under `selective` the product itself is recomputed.
 
+A shared expert beside a mixture may have a gate of one value for each token, sigmoid(n . w), on its output (n: the
+normed stream). As in experts.py, the output is not saved for it: <dy, act W'> = <dy W, act>, so that the way back
+through `down` is taken before the gate is applied.
+
 Legend: T tokens, D width, F feed-forward width.
 """
 
@@ -17,6 +21,8 @@ from graftune.model.context import PassContext
 from graftune.model.part import FeedForward, FeedForwardSpec, PartInput, PartPlacer, SavedInput
 from graftune.model.projection import Projection, ReadyGrad
 
+OUT_GATE = "gate.weight"
+
 
 @dataclass(frozen=True)
 class GatedSpec(FeedForwardSpec):
@@ -25,6 +31,7 @@ class GatedSpec(FeedForwardSpec):
     activation: str = "silu"  # silu | gelu
     module: str = "mlp"
     names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # two where checkpoints hold gate and up as one
+    out_gate: bool = False  # a frozen gate of one value for each token on the output
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
@@ -39,14 +46,20 @@ class GatedSpec(FeedForwardSpec):
     def residual_outputs(self) -> tuple[str, ...]:
         return self.names[-1:]
 
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        return {OUT_GATE: (1, self.width)} if self.out_gate else {}
+
     def build(self, place: PartPlacer) -> GatedMlp:
-        return GatedMlp(place.projection("gate_up"), place.projection("down"), self.activation)
+        gate = place.tensor(OUT_GATE)[0][0] if self.out_gate else None
+        return GatedMlp(place.projection("gate_up"), place.projection("down"), self.activation, gate)
 
 
 class GatedSaved(NamedTuple):
     gate_up: torch.Tensor  # [T, 2F + adapter_columns]; its gradient may take its place
     h_gate_up: torch.Tensor | None
     h_down: torch.Tensor | None
+    gate: torch.Tensor | None = None  # [T, 1] fp32, of the output
 
 
 @dataclass
@@ -54,6 +67,7 @@ class GatedMlp(FeedForward[GatedSaved]):
     gate_up: Projection
     down: Projection
     activation: str
+    out_gate: torch.Tensor | None = None  # [D] fp32
 
     @property
     def projections(self) -> tuple[Projection, ...]:
@@ -66,12 +80,21 @@ class GatedMlp(FeedForward[GatedSaved]):
     def forward(self, entry: PartInput, ctx: PassContext) -> tuple[torch.Tensor, GatedSaved]:
         gate_up, h_gate_up = entry.product(self.gate_up, wide=True)
         out, h_down = self.down.after_act(gate_up[:, : self.gate_up.width_out], ctx, self.activation)
-        return out, GatedSaved(gate_up, h_gate_up, h_down)
+        gate = self._gate(entry)
+        return out if gate is None else out.mul_(gate), GatedSaved(gate_up, h_gate_up, h_down, gate)
 
     def recompute(self, entry: PartInput, ctx: PassContext) -> GatedSaved:
         gate_up, h_gate_up = entry.product(self.gate_up, wide=True)
         h_down = self.down.low_after_act(gate_up[:, : self.gate_up.width_out], ctx, self.activation)
-        return GatedSaved(gate_up, h_gate_up, h_down)
+        return GatedSaved(gate_up, h_gate_up, h_down, self._gate(entry))
+
+    def _gate(self, entry: PartInput) -> torch.Tensor | None:
+        """Behind the product of the input, which leaves the stream and the norm's rstd in `entry`."""
+        if self.out_gate is None:
+            return None
+        weight = self.out_gate if entry.weight is None else self.out_gate * entry.weight
+        logits = (entry.x @ weight.to(entry.x.dtype)).float()
+        return torch.sigmoid(logits if entry.weight is None else logits * entry.rstd).unsqueeze(1)
 
     def drop_recomputable(self, saved: GatedSaved) -> GatedSaved:
         return saved._replace(gate_up=saved.gate_up.new_empty(0))
@@ -88,7 +111,9 @@ class GatedMlp(FeedForward[GatedSaved]):
         ctx: PassContext,
         need_input: bool,
     ) -> torch.Tensor | None:
-        gate_up, h_gate_up, h_down = saved
+        gate_up, h_gate_up, h_down, gate = saved
+        if gate is not None:
+            return self._gated_backward(grad, ready, read, saved, gate, ctx, need_input)
         grad_act, g = self.down.backward(grad, h_down, ctx, ready=ready)
         assert grad_act is not None
         grad_gate_up, act, ready = self.gate_up.act_backward(grad_act, gate_up, ctx, self.activation)
@@ -98,3 +123,27 @@ class GatedMlp(FeedForward[GatedSaved]):
         grad_read, g = self.gate_up.backward(grad_gate_up, h_gate_up, ctx, need_input, ready)
         self.gate_up.accumulate_grad(grad_gate_up, g, read.x, ctx, read.normed)
         return grad_read
+
+    def _gated_backward(
+        self,
+        grad: torch.Tensor,
+        ready: ReadyGrad | None,
+        read: SavedInput,
+        saved: GatedSaved,
+        gate: torch.Tensor,
+        ctx: PassContext,
+        need_input: bool,
+    ) -> torch.Tensor | None:
+        """As `backward`, with a gate on the output."""
+        gate_up, h_gate_up, h_down, _ = saved
+        factor = gate.to(grad.dtype)
+        plain, g = self.down.backward(grad, None if h_down is None else h_down * factor, ctx, ready=ready)
+        assert plain is not None and self.out_gate is not None
+        grad_gate_up, act, ready = self.gate_up.act_backward(plain * factor, gate_up, ctx, self.activation)
+        grad_logits = (plain * act).sum(1, keepdim=True, dtype=torch.float32) * gate * (1 - gate)
+        del plain
+        self.down.accumulate_grad(grad, None if g is None else g * factor, act, ctx)
+        del act
+        grad_read, g = self.gate_up.backward(grad_gate_up, h_gate_up, ctx, need_input, ready)
+        self.gate_up.accumulate_grad(grad_gate_up, g, read.x, ctx, read.normed)
+        return None if grad_read is None else grad_read.add_((grad_logits * self.out_gate).to(grad_read.dtype))
