@@ -78,14 +78,14 @@ def test_nf4(variant, lora, dropout, shallow_folder, device, monkeypatch):
     ("kind", "table", "mixed", "lora", "dropout", "recompute"),
     [
         ("Q4_1", "Q8_0", "", ALL, 0.0, "full"),
-        ("Q8_0", "Q4_1", "F16", QV, 0.2, "selective"),
+        ("MXFP4", "Q4_1", "F16", QV, 0.2, "selective"),
         ("Q4_K", "Q6_K", "Q5_K", ALL, 0.0, "none"),
     ],
-    ids=["Q4_1", "Q8_0-dropout", "Q4_K"],
+    ids=["Q4_1", "MXFP4-dropout", "Q4_K"],
 )
 def test_gguf_blocks(kind, table, mixed, lora, dropout, recompute, device, monkeypatch):
     heads = {"heads": 2, "kv_heads": 1, "head_width": 128 if kind == "Q4_K" else 32}
-    few = {"layers": 1, "vocab": 272} if kind == "Q4_K" else {"tied": kind == "Q8_0"}
+    few = {"layers": 1, "vocab": 272} if kind == "Q4_K" else {"tied": kind == "MXFP4"}
     shape = quantised.spec(256 if kind == "Q4_K" else 64, **few, **heads)
     base = quantised.gguf_base(kind, shape, table, mixed)
     cpu = quantised.placed(quantised.dequantised(base), lora, "fp32")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -83,6 +84,10 @@ def random_blocks(kind: str, rows: int, width: int, std: float, seed: int) -> to
         return floats.view(torch.uint8)
     size = KINDS[kind].bytes
     raw = torch.randint(256, (rows, row_bytes(kind, width) // size, size), generator=drawn, dtype=torch.uint8)
+
+    if kind == "MXFP4":  # a power of two; codes are of about 3
+        raw[:, :, 0] = 127 + round(math.log2(std / 3))
+        return raw.view(rows, -1)
 
     def scaled(by: float) -> torch.Tensor:
         for at, share in SCALES[kind]:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from graftune.errors import GraftuneError
-from graftune.kernels.gguf_dequant import KINDS
+from graftune.kernels.gguf_dequant import KINDS, scales
 from graftune.kernels.gguf_dequant.reference import PLAIN, SCALES
 from graftune.model.frozen import Scratch, Table, Unpacked, mapped
 from graftune.model.frozen.formats.floats import FloatRows
@@ -99,10 +99,16 @@ def test_blocks_are_finite_where_their_scales_are(kind: str) -> None:
     width = KINDS[kind].values
     blocks = quantised.random_blocks(kind, 64, width, 1.0, 3)
     assert quantised.values_of(blocks, kind).isfinite().all()
-    for at in SCALES[kind]:
+    blocks[5, 1:] |= 119 if kind == "MXFP4" else 0  # the largest codes
+    infinite = torch.tensor([float("inf")], dtype=torch.float16).view(torch.uint8)
+    for at in SCALES.get(kind, (0,)):
         bad = blocks.clone()
-        bad[5, at : at + 2] = torch.tensor([float("inf")], dtype=torch.float16).view(torch.uint8)
+        if kind == "MXFP4":  # an exponent
+            bad[5, 0], bad[6, 0] = 253, 252
+        else:
+            bad[5, at : at + 2] = infinite
         values = quantised.values_of(bad, kind)
+        assert scales(blocks, kind).isfinite().all() and not scales(bad, kind).isfinite().all()
         assert not values[5].isfinite().all() and values[[4, 6]].isfinite().all()
 
 

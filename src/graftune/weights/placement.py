@@ -124,7 +124,7 @@ def table_bytes(base: Base, base_dtype: str, compute: torch.dtype) -> int:
 
 def _automatic(base: Base, runtime: Runtime, free: int | None) -> Placement:
     if quantised := checkpoint_format(base.tensors):
-        return Placement(quantised.name, "as the checkpoint has it")
+        return Placement(quantised.name if quantised.by_name else "keep", "as the checkpoint has it")
     need = base.spec.parameters * runtime.compute.itemsize
     free = free_bytes(runtime.device) if free is None else free
     figures = f"{human_bytes(need)} of {human_bytes(free)} free"

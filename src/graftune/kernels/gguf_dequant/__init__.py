@@ -11,7 +11,7 @@ import torch
 
 from graftune.kernels import launch
 from graftune.kernels.gguf_dequant import reference
-from graftune.kernels.gguf_dequant.reference import KINDS, PLAIN, SCALES, BlockFormat, row_bytes
+from graftune.kernels.gguf_dequant.reference import KINDS, MXFP4_LARGEST, PLAIN, SCALES, BlockFormat, row_bytes
 
 __all__ = ["KINDS", "BlockFormat", "cast", "dequantise", "gather", "is_quantised", "row_bytes", "scales"]
 
@@ -46,10 +46,13 @@ def dequantise(blocks: torch.Tensor, kind: str, out: torch.Tensor, rows: torch.T
 
 
 def scales(blocks: torch.Tensor, kind: str) -> torch.Tensor:
-    """The fp16 scales of all blocks, in no order that matters, or the floats themselves where there are no blocks."""
+    """Floats that are finite where the values are: the fp16 scales of all blocks, in no order that matters, or the
+    floats themselves where there are no blocks."""
     if kind in PLAIN:
         return blocks.view(PLAIN[kind])
     each = blocks.view(-1, KINDS[kind].bytes)
+    if kind == "MXFP4":  # a power of two: infinite where the largest code would be
+        return torch.where(each[:, 0] > MXFP4_LARGEST, torch.inf, 1.0)
     return torch.cat([each[:, at : at + 2] for at in SCALES[kind]]).view(torch.float16)
 
 

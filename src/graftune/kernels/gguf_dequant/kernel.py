@@ -5,8 +5,8 @@ for about fifteen instructions a value, half as many if they are on integers. So
 of codes and the block's scales (lanes that load the same address share one access), brings the codes of four values in
 a row together in a word, all four at once, and stores their values together, 8 bytes in bf16; the next lane goes on
 where it ends. Loads are words where blocks are multiples of four bytes and pairs of half words where they are not: all
-are even, and bytes would take twice the instructions. A lane for every value instead would load each byte of codes two
-or four times and decode its scale as often.
+are even, and bytes would take twice the instructions. (MXFP4's blocks are odd and loaded by bytes.) A lane for every
+value instead would load each byte of codes two or four times and decode its scale as often.
 
 Lanes and blocks are one dimension, lanes first, so that neighbouring threads are neighbouring lanes. As two dimensions
 they are equally contiguous to Triton, and which of them its threads run along hangs on its version: along the blocks
@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from graftune.kernels import launch, rehearsal
-from graftune.kernels.gguf_dequant.reference import CURVE, KINDS
+from graftune.kernels.gguf_dequant.reference import CURVE, FP4, KINDS
 
 TILE, WARPS = 4096, 4  # a tile's values: 32 for every thread
 
@@ -70,6 +70,15 @@ def _word(at, inside, ALIGNED: tl.constexpr):
         return tl.load(at.to(tl.pointer_type(tl.uint32), bitcast=True), inside, other=0)
     else:
         return _short(at, inside) | (_short(at + 2, inside) << 16)
+
+
+@triton.jit
+def _word_by_bytes(at, inside):
+    """Of blocks with an odd number of bytes."""
+    word = tl.load(at, inside, other=0).to(tl.uint32)
+    for place in tl.static_range(1, 4):
+        word |= tl.load(at + place, inside, other=0).to(tl.uint32) << (8 * place)
+    return word
 
 
 @triton.jit
@@ -269,6 +278,21 @@ def _iq4_xs(
 
 
 @launch.kernel
+def _mxfp4(
+    src_ptr, ids_ptr, out_ptr, count, out_steps, curve_ptr,
+    PICK: tl.constexpr, STEP: tl.constexpr, PER_ROW: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """An exponent, then 16 bytes of two codes each."""
+    lane, src, inside, out = _blocks(src_ptr, ids_ptr, out_ptr, count, out_steps, PICK, STEP, PER_ROW, SIZE, 32, 4, B)
+    exponent = tl.load(src, inside, other=0).to(tl.uint32)
+    bits = tl.where(exponent < 2, 0x00200000 << exponent, (exponent - 1) << 23)
+    scale = bits.to(tl.uint32).to(tl.float32, bitcast=True)[:, None]
+    codes = _word_by_bytes(src + 1 + 4 * lane, inside)
+    for half in tl.static_range(2):
+        _store(out, 4 * lane + 16 * half, _curved(curve_ptr, codes >> (4 * half)) * scale, inside)
+
+
+@launch.kernel
 def _floats(
     src_ptr, ids_ptr, out_ptr, width, out_steps, PICK: tl.constexpr, STEP: tl.constexpr, B: tl.constexpr
 ):  # fmt: skip
@@ -294,12 +318,14 @@ LAUNCHES: dict[str, tuple[Any, dict[str, bool]]] = {
     "Q5_K": (_q4_k, {"FIFTH": True}),
     "Q6_K": (_q6_k, {}),
     "IQ4_XS": (_iq4_xs, {}),
+    "MXFP4": (_mxfp4, {}),
 }
+_CURVES = {_iq4_nl: CURVE, _iq4_xs: CURVE, _mxfp4: FP4}
 
 
 @rehearsal.cached
-def _curve(device: torch.device) -> torch.Tensor:
-    return torch.tensor(CURVE, dtype=torch.float32, device=device)
+def _curve(device: torch.device, values: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def alignment(stride: int) -> int:
@@ -325,11 +351,11 @@ def dequantise(blocks: torch.Tensor, kind: str, out: torch.Tensor, rows: torch.T
     values, size = KINDS[kind]
     per_row = out.shape[1] // values
     count, tile = len(out) * per_row, TILE // values
-    assert count < 2**31 - tile and blocks.data_ptr() % (2 if size % 4 else 4) == 0
+    assert count < 2**31 - tile and blocks.data_ptr() % min(size & -size, 4) == 0
     if not count:
         return
     step = alignment(out.stride(0))
-    curve = {"curve_ptr": _curve(out.device)} if jitted in (_iq4_nl, _iq4_xs) else {}
+    curve = {"curve_ptr": _curve(out.device, _CURVES[jitted])} if jitted in _CURVES else {}
     jitted[(triton.cdiv(count, tile),)](
         blocks,
         rows,

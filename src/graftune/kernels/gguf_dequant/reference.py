@@ -6,6 +6,7 @@
     Q3_K Q6_K                  value = (d s) (code - half)
     IQ4_NL                     value = d CURVE[code]
     IQ4_XS                     value = (d s) CURVE[code]
+    MXFP4                      value = 2^(e - 128) FP4[code]      one byte e; FP4: floats of four bits, doubled
 
 Every value is, to the bit, what the gguf package makes of the same bytes in fp32, and only then rounded to the dtype
 asked for. That holds on every device: the products are exact (11 bits of a fp16 scale, 7 of a small one and 5 of a code
@@ -17,7 +18,7 @@ core takes pieces of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,8 @@ from graftune.kernels import cores
 
 PIECE = 1 << 17  # values decoded at a time, at most
 CURVE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of IQ4_NL and IQ4_XS
+FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # of MXFP4
+MXFP4_LARGEST = 252  # the exponent byte up to which every code is finite in fp32
 
 
 class BlockFormat(NamedTuple):
@@ -49,6 +52,7 @@ KINDS = {
     "Q6_K": BlockFormat(256, 210),
     "IQ4_NL": BlockFormat(32, 18),
     "IQ4_XS": BlockFormat(256, 136),
+    "MXFP4": BlockFormat(32, 17),
 }
 # Bytes of a block where its fp16 scales begin; every value is finite where these are.
 SCALES = {
@@ -173,8 +177,8 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
     return codes.view(-1, 16, 16).float().sub_(32).mul_(scales.float().mul_(_half(blocks, 208)))
 
 
-def _curved(codes: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(CURVE, dtype=torch.float32).index_select(0, codes.view(-1).int()).view(codes.shape)
+def _curved(codes: torch.Tensor, curve: Sequence[int] = CURVE) -> torch.Tensor:
+    return torch.tensor(curve, dtype=torch.float32).index_select(0, codes.view(-1).int()).view(codes.shape)
 
 
 def _iq4_nl(blocks: torch.Tensor) -> torch.Tensor:
@@ -185,6 +189,13 @@ def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
     scales = _fields(blocks[:, 4:8], 1, 4) | _fields(blocks[:, 2:4], 1, 2) << 4
     values = _curved(_fields(blocks[:, 8:], 16, 4)).view(-1, 8, 32)
     return values.mul_(scales.float().sub_(32).mul_(_half(blocks, 0)))
+
+
+def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
+    """The power of two is made of its bits, since its two smallest values are no normal numbers."""
+    exponent = blocks[:, :1, None].int()
+    bits = torch.where(exponent < 2, (1 << 21) << exponent, (exponent - 1) << 23)
+    return _curved(_fields(blocks[:, 1:], 16, 4), FP4).mul_(bits.view(torch.float32))
 
 
 _DECODE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -200,4 +211,5 @@ _DECODE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -54,13 +55,16 @@ class WeightBuilder:
             weight = formats[0].weight(sources, self, adapter_columns)
             if weight is not None:
                 return weight
-        packed = [form.pack(source, self.device) for form, source in zip(formats, sources, strict=True)]
-        return self._dequantised(packed, adapter_columns)
+        if not self.on_gpu:  # dequantised by pieces
+            packed = [form.pack(source, self.device) for form, source in zip(formats, sources, strict=True)]
+            return Mapped(packed, self.device, self.compute)
+        members: list[Packed] = []
+        for form, group in groupby(zip(formats, sources, strict=True), lambda pair: pair[0]):
+            members += form.pack_all([source for _, source in group], self.device)
+        return self._dequantised(members, adapter_columns)
 
     def _dequantised(self, members: Sequence[Packed], adapter_columns: int) -> Frozen:
-        """A weight that products dequantise: as a whole into the scratch, or on a CPU by pieces."""
-        if not self.on_gpu:
-            return Mapped(members, self.device, self.compute)
+        """A weight on a GPU that each product dequantises into the scratch, as a whole or, of a table, by pieces."""
         rows, width = sum(member.shape[0] for member in members), members[0].shape[1]
         if Scratch.size(rows, width, adapter_columns) <= self.scratch_values:
             return Unpacked(members, self.scratch, adapter_columns)

@@ -39,6 +39,7 @@ class Option(NamedTuple):
 
 class WeightFormat(ABC):
     name: str  # of the setting base_dtype, where it can be asked for
+    by_name: bool = True  # whether base_dtype may name it; if not, "keep" leaves tensors in it
     quantises: bool = False  # values are rounded while they are read: embedding and head keep the compute dtype
     experts: bool = True  # whether the stacked weights of experts can be multiplied in it
     merged_dtype: torch.dtype = torch.bfloat16  # what an exported model stores such a tensor in
@@ -74,6 +75,10 @@ class WeightFormat(ABC):
     @abstractmethod
     def pack(self, source: RowSource, device: torch.device) -> Packed:
         """The tensor in memory on the device, in this format. Beside the result a few rows exist at a time."""
+
+    def pack_all(self, sources: Sequence[RowSource], device: torch.device) -> Sequence[Packed]:
+        """All members of one weight, in order. Several sources may become one member."""
+        return [self.pack(source, device) for source in sources]
 
     def weight(self, sources: Sequence[RowSource], builder: WeightBuilder, adapter_columns: int) -> Frozen | None:
         """One weight out of the rows of all sources. None: the builder dequantises it for each product."""

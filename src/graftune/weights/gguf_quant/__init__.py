@@ -4,8 +4,9 @@ A block has small codes and one or two scales (kernels/gguf_dequant/reference.py
 from the scales by rounding, so the task is to find good scales. The largest value over the largest code would spend the
 range on one outlier. search.py instead tries several step widths and solves for the best scale of each in closed form,
 which is cheap: it needs only a few sums over a block. pack.py writes the result in the layout of the format. Q8_0 has
-enough codes for the simple scale, and its bytes are those that llama.cpp writes. So are those of Q5_0 and Q5_1, which
-only stand in where rows do not consist of whole larger blocks: the gguf package quantises them.
+enough codes for the simple scale, and its bytes are those that llama.cpp writes. MXFP4's scales are powers of two, of
+which mxfp4.py tries two. The bytes of Q5_0 and Q5_1 are llama.cpp's too, which only stand in where rows do not
+consist of whole larger blocks: the gguf package quantises them.
 
 The weight is cut into pieces that stay in a core's cache, and the cores share them (kernels/cores.py). The pieces do
 not depend on the number of threads, so neither do the bytes.
@@ -19,19 +20,19 @@ from graftune.errors import GraftuneError
 from graftune.kernels import cores
 from graftune.kernels.gguf_dequant import KINDS, row_bytes
 from graftune.kernels.gguf_dequant.reference import PLAIN
-from graftune.weights.gguf_quant import pack, search
+from graftune.weights.gguf_quant import mxfp4, pack, search
 
 __all__ = ["TYPES", "quantise"]
 
 TYPES = (
     *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_0", "Q5_1"),
-    *("Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
+    *("Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
 )
 PIECE = 1 << 17  # values quantised at a time by a core
 # The largest value that a block of each kind can always hold, as a multiple of the largest fp16 scale.
 _REACH = {
     **{"Q4_0": 7, "Q5_0": 15, "Q8_0": 127, "Q5_1": 1, "Q3_K": 3 * 31, "Q4_K": 63, "Q5_K": 63},
-    **{"Q6_K": 31 * 127, "IQ4_NL": 113, "IQ4_XS": 31 * 113},
+    **{"Q6_K": 31 * 127, "IQ4_NL": 113, "IQ4_XS": 31 * 113, "MXFP4": 1e33},
 }
 _SURE = 3e4  # less than fp16's 65504: a search may end with a scale above the first one
 
@@ -80,7 +81,7 @@ def _fill(out: torch.Tensor, x: torch.Tensor, kind: str) -> None:
 
         out.copy_(torch.from_numpy(TYPE_TRAITS[kind].quantize_blocks(x.numpy())))
         return
-    torch.cat(_parts(x, kind), 1, out=out)
+    torch.cat(mxfp4.parts(x) if kind == "MXFP4" else _parts(x, kind), 1, out=out)
 
 
 def _check(largest: float, reach: float, kind: str) -> None:

@@ -22,7 +22,7 @@ def _mask(bits: int) -> int:
     return int.from_bytes(8 * bytes([2**bits - 1]), "little")
 
 
-def _fields(codes: torch.Tensor, run: int, bits: int, above: int = 0) -> torch.Tensor:
+def fields(codes: torch.Tensor, run: int, bits: int, above: int = 0) -> torch.Tensor:
     """Codes of so many bits (of each code those from bit `above` on), lowest first, laid over each other in runs of so
     many bytes: [n, values] -> [n, values * bits / 8]."""
     if run % 8:
@@ -41,7 +41,7 @@ def halves(*scales: torch.Tensor) -> torch.Tensor:
 
 def legacy(scale: torch.Tensor, codes: torch.Tensor) -> Parts:
     """Q4_0 IQ4_NL: the scale, then codes."""
-    return [halves(scale), _fields(codes, 16, 4)]
+    return [halves(scale), fields(codes, 16, 4)]
 
 
 def with_minima(
@@ -55,28 +55,28 @@ def with_minima(
         m[:, :4] | (m[:, 4:] >> 4) << 6,
         s[:, 4:] & 15 | (m[:, 4:] & 15) << 4,
     ]
-    fifth = [_fields(codes, 32, 1, above=4)] if kind == "Q5_K" else []
-    return [halves(*scales), *six, *fifth, _fields(codes, 32, 4)]
+    fifth = [fields(codes, 32, 1, above=4)] if kind == "Q5_K" else []
+    return [halves(*scales), *six, *fifth, fields(codes, 32, 4)]
 
 
 def q3_k(scale: torch.Tensor, small: torch.Tensor, codes: torch.Tensor) -> Parts:
     """The third bits first, then the two low ones; sixteen scales of six bits plus 32, low four before high two."""
     s = (small + 32).to(torch.uint8).contiguous()
     return [
-        _fields(codes, 32, 1, above=2),
-        _fields(codes, 32, 2),
-        _fields(s, 8, 4),
-        _fields(s, 4, 2, above=4),
+        fields(codes, 32, 1, above=2),
+        fields(codes, 32, 2),
+        fields(s, 8, 4),
+        fields(s, 4, 2, above=4),
         halves(scale),
     ]
 
 
 def q6_k(scale: torch.Tensor, small: torch.Tensor, codes: torch.Tensor) -> Parts:
     signed = small.to(torch.int8).contiguous().view(torch.uint8)
-    return [_fields(codes, 64, 4), _fields(codes, 32, 2, above=4), signed, halves(scale)]
+    return [fields(codes, 64, 4), fields(codes, 32, 2, above=4), signed, halves(scale)]
 
 
 def iq4_xs(scale: torch.Tensor, small: torch.Tensor, codes: torch.Tensor) -> Parts:
     """Eight scales of six bits plus 32, the high two bits before the low four."""
     s = (small + 32).to(torch.uint8).contiguous()
-    return [halves(scale), _fields(s, 1, 2, above=4), _fields(s, 1, 4), _fields(codes, 16, 4)]
+    return [halves(scale), fields(s, 1, 2, above=4), fields(s, 1, 4), fields(codes, 16, 4)]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from graftune.errors import GraftuneError
+from graftune.model.frozen.formats.mxfp4 import KIND as MXFP4
 from graftune.model.frozen.interface import CheckpointWeight, RowSource
 from graftune.model.frozen.weight_format import WeightFormat
 
@@ -32,8 +33,10 @@ def stored_format(source: RowSource) -> WeightFormat | None:
 
 
 def checkpoint_format(tensors: Mapping[str, RowSource]) -> WeightFormat | None:
-    """The format that a checkpoint was quantised in, if it was."""
-    found = next((tensor for tensor in tensors.values() if isinstance(tensor, CheckpointWeight)), None)
+    """The format that a checkpoint was quantised in, if it was. MXFP4 is one also in a GGUF: models were trained
+    in it, and dequantising gains nothing."""
+    kept = (t for t in tensors.values() if isinstance(t, CheckpointWeight) or t.dtype_name == MXFP4)
+    found = next(kept, None)
     return None if found is None else stored_format(found)
 
 
@@ -48,9 +51,9 @@ def check_quantisation(quantisation: Any, where: str) -> None:
     if kind == "bitsandbytes":
         kind = "llm_int8" if described.get("load_in_8bit") else described.get("bnb_4bit_quant_type", "fp4")
     raise GraftuneError(
-        f"is a quantised checkpoint ({kind}), of which only bitsandbytes' NF4 and FP8 are read",
+        f"is a quantised checkpoint ({kind}), of which only bitsandbytes' NF4, FP8 and MXFP4 are read",
         where=where,
-        fix="give an NF4, FP8 or the unquantised model, or a GGUF file",
+        fix="give an NF4, FP8, MXFP4 or the unquantised model, or a GGUF file",
     )
 
 

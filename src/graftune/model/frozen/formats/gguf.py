@@ -1,9 +1,10 @@
-"""GGUF blocks, byte for byte as in the file: a GPU dequantises them for each product."""
+"""GGUF blocks, byte for byte as in the file: a GPU dequantises them for each product. MXFP4 is a format of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import cast
 
 import torch
@@ -56,21 +57,32 @@ class GgufFormat(WeightFormat):
     by name."""
 
     name = "gguf"
+    by_name = False
 
     def claims(self, source: RowSource) -> bool:
-        return hasattr(source, "raw") and source.dtype_name not in PLAIN
+        return hasattr(source, "raw") and source.dtype_name not in (*PLAIN, "MXFP4")
 
     def has_kernel(self, source: RowSource) -> bool:
         return source.dtype_name in gguf_dequant.KINDS
 
     def pack(self, source: RowSource, device: torch.device) -> GgufRows:
-        """Copied from the map straight to the device."""
-        rows, width = source.shape
-        size = gguf_dequant.row_bytes(source.dtype_name, width)
-        blocks = torch.empty(rows, size, dtype=torch.uint8, device=device)
-        for start, stop in pieces(rows, width):
-            blocks[start:stop].copy_(cast(BlockSource, source).raw(start, stop))
-        return GgufRows(blocks, source.dtype_name, width)
+        return self.pack_all([source], device)[0]
+
+    def pack_all(self, sources: Sequence[RowSource], device: torch.device) -> list[GgufRows]:
+        """Copied from the map straight to the device. Sources of one kind are one member, which takes one launch to
+        dequantise: experts are many."""
+        found: list[GgufRows] = []
+        for kind, group in groupby(sources, lambda source: source.dtype_name):
+            members = list(group)
+            rows, width = sum(source.shape[0] for source in members), members[0].shape[1]
+            blocks = torch.empty(rows, gguf_dequant.row_bytes(kind, width), dtype=torch.uint8, device=device)
+            rest = blocks
+            for source in members:
+                for start, stop in pieces(source.shape[0], width):
+                    rest[start:stop].copy_(cast(BlockSource, source).raw(start, stop))
+                rest = rest[source.shape[0] :]
+            found.append(GgufRows(blocks, kind, width))
+        return found
 
 
 FORMATS = (GgufFormat(),)
