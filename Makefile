@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test page-test screenshots test-templates soak gpu-test lint clean setup
+.PHONY: train test test-all page-test screenshots test-templates soak gpu-test lint clean setup
 
 train: $(VENV)/run.stamp
 	$(BIN)/graftune train -c src/graftune/data/sample/support.yaml $(ARGS)
@@ -23,6 +23,10 @@ test: $(VENV)/test.stamp
 	[ $$tests -eq 0 ] || OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(ARGS); \
 	wait $$types && exit $$tests
 
+# Every case of every test, which `make test` draws from: what tests/support/thorough.py says. An hour of two cores.
+test-all: $(VENV)/test.stamp
+	GRAFTUNE_EXAMPLES=1000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
 # The page in a real Chromium, the machine's own. `make test` does it too where there is one, and says so where not.
 page-test: $(VENV)/page.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/page $(ARGS)
@@ -31,10 +35,7 @@ page-test: $(VENV)/page.stamp
 screenshots: $(VENV)/page.stamp
 	$(BIN)/python tools/screenshots.py
 
-# Masks over 10,000 chat templates that are made up at random, each with forty conversations; `make test` checks 32. Other properties
-# are tried on 25 examples, or as many as GRAFTUNE_EXAMPLES says (tests/conftest.py); with 1000 the judges of tests/parity,
-# tests/exporting and tests/tokenizer are asked about all their cases, the default base has all its layers, and
-# tests/kernels runs every combination of parameters (tests/support/thorough.py).
+# Masks over 10,000 chat templates that are made up at random, each with forty conversations; `make test` checks 32.
 test-templates: $(VENV)/test.stamp
 	GRAFTUNE_TEMPLATE_CASES=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/data/test_generated_templates.py
 

@@ -130,10 +130,12 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of several workers each begins with some of the longest files. What one steals from another at the end is short
     then, and no file is divided whose tests share a process or a model that takes seconds to make."""
-    items[:] = thinned(items)
+    kept = thinned(items, named=any("::" in word for word in config.args))
+    config.hook.pytest_deselected(items=sorted(set(items) - set(kept), key=lambda item: item.nodeid))
+    items[:] = kept
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers == 1:
         return

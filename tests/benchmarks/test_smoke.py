@@ -170,6 +170,7 @@ def test_a_card_that_is_not_here_is_planned(name: str) -> None:
     assert sum(found.owners.values()) > 0 and found.phases["capture"]["saved activations"] > 0
 
 
+@pytest.mark.thorough
 def test_curves_beside_each_other(tiny_folder, tmp_path: Path, record: Path) -> None:
     rows = write_data(tmp_path / "data.jsonl", rows=40)
     words = [str(rows), "--base", str(tiny_folder("llama")), "--device", "cpu", "--steps", "3", "--json", str(record)]

@@ -96,6 +96,7 @@ HOSTILE_LOGS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", HOSTILE_LOGS)
 def test_a_megabyte_of_a_strangers_lines_takes_no_minute(name: str, tmp_path: Path) -> None:
     """Each took 8 to 35 s: quadratic in the lines, or an exception for each line."""

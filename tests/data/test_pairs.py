@@ -15,7 +15,9 @@ from graftune.data.kind import DataKind
 from graftune.data.pairs import PAIRS, RATED
 from graftune.errors import GraftuneError
 from tests.data.helpers import CHATML, load, tokenizer, trained_runs, turns, with_template
+from tests.support.thorough import THOROUGH
 
+PAIRS_MADE = 1000 if THOROUGH else 240  # a multiple of forty
 ASKED = "<|im_start|>user\nSay it<|im_end|>\n<|im_start|>assistant\n"
 USER, YES, NO = turns("Say it")[0], {"role": "assistant", "content": "yes"}, {"role": "assistant", "content": "no"}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
@@ -179,20 +181,21 @@ def generated(rng: random.Random, number: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("template", ["{{ bos_token }}" + CHATML, None])
-def test_1000_pairs_over_max_seq_len(template: str | None, tmp_path: Path) -> None:
+def test_many_pairs_over_max_seq_len(template: str | None, tmp_path: Path) -> None:
     """Every kept pair has one prompt, and every pair is accounted for."""
     rng = random.Random(35)
-    rows = [generated(rng, number) for number in range(1000)]
+    rows = [generated(rng, number) for number in range(PAIRS_MADE)]
     chat = tokenizer() if template is None else with_template(template)
     settings = {"template": "none"} if template is None else {}
     data = load(tmp_path, *rows, chat=chat, kind=PAIRS, max_seq_len=96, **settings)
     summary = data.summary
     check_prompts(data)
-    assert data.longest <= 96 and summary.rows == 1000 and not summary.dropped
-    assert len(data) // 2 + sum(summary.refused.values()) == 1000 and len(data) % 2 == 0
+    assert data.longest <= 96 and summary.rows == PAIRS_MADE and not summary.dropped
+    assert len(data) // 2 + sum(summary.refused.values()) == PAIRS_MADE and len(data) % 2 == 0
     assert summary.left_out == sum(summary.refused.values()) == len(list(data.details()))
-    assert summary.refused["equal answers"] == summary.refused["an empty side"] == 25
-    assert summary.refused["different prompts"] == 50 and summary.refused["response longer than max_seq_len"] > 50
+    assert summary.refused["equal answers"] == summary.refused["an empty side"] == PAIRS_MADE // 40
+    assert summary.refused["different prompts"] == PAIRS_MADE // 20
+    assert summary.refused["response longer than max_seq_len"] > PAIRS_MADE // 20
     assert set(summary.truncated) == {
         "early turns left out", "question cut from the left", "prompt cut from the left behind BOS",
     }  # fmt: skip

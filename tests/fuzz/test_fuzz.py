@@ -17,7 +17,7 @@ from tests.fuzz import formats, mutate, seeds, text
 from tests.fuzz.judge import judged
 from tests.support.thorough import THOROUGH
 
-INPUTS = 400 if THOROUGH else 25  # of each format
+INPUTS = 400 if THOROUGH else 10  # of each format
 CORPUS = Path(__file__).parent / "corpus"
 CASES = sorted(path.name for path in CORPUS.iterdir())
 SEEDED = {

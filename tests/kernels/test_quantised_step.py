@@ -60,6 +60,7 @@ def check(side, wanted, start, device, dropout, recompute="none") -> None:
     same_steps(side.arena, got, wanted)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("variant", "lora", "dropout"), [("llama", ALL, 0.0), ("qwen2", QV, 0.3)], ids=["llama", "qwen2-dropout"]
 )
@@ -74,6 +75,7 @@ def test_nf4(variant, lora, dropout, shallow_folder, device, monkeypatch):
     check(ours, wanted, start, device, dropout)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "table", "mixed", "lora", "dropout", "recompute"),
     [

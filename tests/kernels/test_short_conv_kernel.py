@@ -105,6 +105,7 @@ def test_reference_with_silu_is_autograds(documents, width, taps):
     close(grad_taps, weight.grad, CLOSE[torch.float32])
 
 
+@pytest.mark.few(6)
 @pairwise(("documents, width, taps", CASES), ("padding", [0, 8]), ("dtype", list(CLOSE)))
 def test_kernel_with_silu_is_the_references(kernels_on, device, documents, width, taps, padding, dtype):
     x, weight, positions, grad = inputs(documents, width, taps, dtype, device)

@@ -19,6 +19,7 @@ MORE = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("variant", "lora", "dropout", "recompute"),
     [

@@ -152,6 +152,7 @@ def test_time_before_the_first_step_does_not_count_in_estimates() -> None:
     assert set(shown[1:]) <= set(lines(60, 6.5)), "the estimates are those of a run that began at once"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("total", "pace", "most"), [(60, 0.01, 22), (10_000, 0.001, 22), (1000, 0.5, 110), (100_000, 0.9, 2000), (1, 1, 1)]
 )
@@ -251,6 +252,7 @@ def bar_of(total: int, pace: float) -> tuple[BarProgress, list[tuple[float, str]
     return progress, shown
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("total", "pace", "least", "most"),
     [(24, 10.0, 7, 9), (3000, 1.0, 18, 22), (86_400, 1.0, 140, 150), (20, 0.1, 1, 1)],

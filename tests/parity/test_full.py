@@ -111,6 +111,7 @@ def test_every_gradient_is_autograds(variant: str, tiny_folder: Folder) -> None:
         assert torch.equal(starts[name], parameter.detach() + spec.norm_offset(name)), name
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3", "gemma3-short", "granite", "olmo2"])
 def test_five_steps_are_torchs_adamw(variant: str, tiny_folder: Folder) -> None:
     """Both sides make their own gradients, through weights that move. Norms and biases do not decay."""
@@ -320,6 +321,7 @@ def test_a_whole_run_opens_as_its_model(scratch_run: Path) -> None:
         api.open(str(scratch_run / "model"), adapter=str(scratch_run))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["full", "scratch"])
 def test_resumed_is_straight(method: str, tiny_folder: Folder, tmp_path: Path) -> None:
     data = write_text(tmp_path / "text.jsonl", 60)

@@ -125,6 +125,7 @@ def written(smollm2: Path, prompts: dict[str, list[list[int]]]) -> dict[str, tup
     return {kind: answers(kind) for kind in prompts}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["open", "plain"])
 def test_top_tokens(
     smollm2_ours: oracle.Ours, written: dict[str, tuple[list[Written], list[Written]]], kind: str

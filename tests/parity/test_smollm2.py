@@ -37,6 +37,7 @@ def logits(smollm2_ours: oracle.Ours, documents: list[list[int]]) -> torch.Tenso
     return smollm2_ours.logits(documents, adapted=False)
 
 
+@pytest.mark.thorough
 def test_logits_equal_transformers(logits: torch.Tensor, smollm2_theirs: Any, documents: list[list[int]]) -> None:
     with torch.no_grad():
         want = torch.cat([smollm2_theirs(torch.tensor([d])).logits[0] for d in documents])

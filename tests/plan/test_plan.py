@@ -112,6 +112,7 @@ CASES = {
 }
 
 
+@pytest.mark.few(12)
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")
 @pytest.mark.parametrize("name", CASES)
 def test_without_memory_is_with_memory_to_the_byte(name: str) -> None:
@@ -213,6 +214,7 @@ def test_a_few_layers_tell_of_all(make: Any, policy: str) -> None:
     assert found.owners == pytest.approx(whole.owners, rel=0.02, abs=64 << 10)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("where", [{"on_host": True}, {"ranks": 2}], ids=["host", "ranks"])
 def test_a_few_layers_tell_of_all_that_are_fetched(where: Any) -> None:
     def of(layers: int) -> Any:
@@ -309,6 +311,7 @@ def test_windows_are_counted_over_the_layers_with_attention(monkeypatch: pytest.
     assert not windowed(64, (0, 1)) and windowed(64, (0, 1, 2))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["nf4", "fp8"])
 def test_a_fetched_base_is_planned(kind: str) -> None:
     """On the device there are the buffers of two blocks and of a table; the bytes lie in host memory, or a share of
@@ -328,6 +331,7 @@ def test_a_fetched_base_is_planned(kind: str) -> None:
     assert peaks == sorted(peaks, reverse=True)
 
 
+@pytest.mark.thorough
 def test_codes_for_both_ways_where_a_card_has_much_memory(tiny_folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what is free where it trains; elsewhere never. And the plan has them, and no place to turn them in."""
     from graftune.kernels import fp8

@@ -116,6 +116,7 @@ def test_a_run_that_does_not_fit_is_refused_before_loading_and_the_suggestion_ru
     assert "memory: planned" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_the_nearest_setting_may_be_a_smaller_micro_batch_or_fewer_bits(tiny_folder) -> None:
     folder = tiny_folder("llama-untied")
     asked = {"tokens_per_micro_batch": 4096, "recompute": "offload", "base_dtype": "bf16"}
@@ -133,6 +134,7 @@ def test_the_nearest_setting_may_be_a_smaller_micro_batch_or_fewer_bits(tiny_fol
     assert "take a smaller model or a larger card" in str(refusal(hopeless, best(hopeless)))
 
 
+@pytest.mark.thorough
 def test_a_gguf_is_offered_its_own_blocks_before_others(smollm2: Path, tiny_folder, monkeypatch) -> None:
     from graftune.kernels.gguf_dequant import KINDS
     from graftune.plan import best, nearest, refusal
@@ -163,6 +165,7 @@ def test_a_gguf_is_offered_its_own_blocks_before_others(smollm2: Path, tiny_fold
     assert found is not None and found.settings["base_dtype"] == "nf4"
 
 
+@pytest.mark.thorough
 def test_what_the_host_lacks_is_refused_too(tiny_folder) -> None:
     from graftune.plan import best, largest, nearest, refusal
 
@@ -180,6 +183,7 @@ def test_what_the_host_lacks_is_refused_too(tiny_folder) -> None:
     assert re.search(r"training needs [\d.]+ MiB of pinned host memory and [\d.]+ MiB are free; recompute full", said)
 
 
+@pytest.mark.thorough
 def test_the_largest_micro_batch_is_the_largest(tiny_folder) -> None:
     from graftune.plan import largest
 
@@ -265,6 +269,7 @@ def test_a_base_that_does_not_fit_is_fetched_from_host_memory() -> None:
         large_job("4090", shard_base="yes")
 
 
+@pytest.mark.thorough
 def test_ranks_share_a_base_that_none_of_them_can_hold() -> None:
     from graftune.plan import best
 

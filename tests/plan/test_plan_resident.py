@@ -54,6 +54,7 @@ def repeat_layer(folder: Path, layers: int) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "kind", "tokens", "samples"),
     [

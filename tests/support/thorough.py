@@ -1,7 +1,9 @@
 """Whether tests look at as many cases as they can, or at as many as a quick run allows.
 
-GRAFTUNE_EXAMPLES=1000 looks further. Few cases are enough to notice a mistake; the full numbers are for the figures
-that documents and comments quote.
+`make test` compares every family with transformers and PEFT and runs the other tests on a few cases each.
+`make test-all` (GRAFTUNE_EXAMPLES=1000) and a machine with a GPU run all: every combination of parameters, every family
+in every test, and what is marked `thorough`. Few cases are enough to notice a mistake; the full numbers are for the
+figures that documents quote. A test that is named on the command line by its whole name is always run.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import random
 import pytest
 import torch
 
+from tests.support import tiny
+
 THOROUGH = int(os.environ.get("GRAFTUNE_EXAMPLES", "25")) >= 1000
 
 # Folders and files whose products of parameters are thinned.
@@ -21,28 +25,56 @@ THINNED = (
 )
 MANY = 9  # cases of one test; fewer are all run
 MORE = 0.15  # of the cases that no axis needs, the share that is run all the same
+# Families whose layers, names and files differ most from one another: they stand for all others wherever a test goes
+# over families, other than in the one file that compares each of them with transformers and PEFT.
+KINDS = {
+    *("llama", "llama-untied", "qwen2", "gemma3", "phi3-far", "phi3-long", "granite"),
+    *("lfm2", "qwen3_5", "muse_glimmer"),
+}
+EVERY_FAMILY = "tests/parity/test_transformers.py"
 
 
-def thinned(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of a test with many combinations of parameters those that are run here: every value of every axis at least once,
-    and some more combinations, the same ones every time. All of them with GRAFTUNE_EXAMPLES=1000 and on a GPU."""
-    if THOROUGH or torch.cuda.is_available():
+def thinned(items: list[pytest.Item], named: bool) -> list[pytest.Item]:
+    """The tests and cases that are run here, always the same ones. `named`: the command line names single tests."""
+    if THOROUGH or named or torch.cuda.is_available():
         return items
     groups: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.nodeid.startswith(THINNED) and hasattr(item, "callspec"):
-            groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    dropped: set[pytest.Item] = set()
-    for name, group in groups.items():
-        if len(group) < MANY:
-            continue
-        draw, met = random.Random(name), set()
-        for item in draw.sample(group, len(group)):
-            values = _values(item)
-            if values <= met and draw.random() > MORE:
-                dropped.add(item)
-            met |= values
-    return [item for item in items if item not in dropped]
+        groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {item for name, group in groups.items() for item in _some(name, group)}
+    return [item for item in items if item in kept]
+
+
+def _some(name: str, group: list[pytest.Item]) -> list[pytest.Item]:
+    """Of one test's cases those that are run."""
+    if group[0].get_closest_marker("thorough"):
+        return []
+    few = group[0].get_closest_marker("few")
+    if few and few.args[0] < len(group):
+        return random.Random(name).sample(group, few.args[0])
+    if len(group) < MANY:
+        return group
+    if not name.startswith(EVERY_FAMILY):
+        group = [item for item in group if not _stood_for(item)] or group
+    return _each_value(name, group) if name.startswith(THINNED) else group
+
+
+def _stood_for(item: pytest.Item) -> bool:
+    """Whether another family's case stands for this one."""
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    named = {value for value in values if isinstance(value, str) and value.partition("-")[0] in tiny.FAMILIES}
+    return bool(named) and not named & KINDS
+
+
+def _each_value(name: str, group: list[pytest.Item]) -> list[pytest.Item]:
+    """Every value of every axis at least once, and some more combinations."""
+    draw, met, kept = random.Random(name), set[tuple[str, ...]](), []
+    for item in draw.sample(group, len(group)):
+        values = _values(item)
+        if not values <= met or draw.random() <= MORE:
+            kept.append(item)
+        met |= values
+    return kept
 
 
 def _values(item: pytest.Item) -> set[tuple[str, ...]]:

@@ -59,6 +59,7 @@ def settings(tiny_folder: Any, out: Path, **more: Any) -> Config:
     return Config.of(values | more)
 
 
+@pytest.mark.thorough
 def test_two_runs_share_a_device_and_a_third_waits(tiny_folder, tmp_path) -> None:
     check_sharing("cpu", tiny_folder("llama-shallow"), tmp_path)
 

@@ -104,6 +104,7 @@ print(json.dumps({"grown": highest - before, "after": own() - before,
 """
 
 
+@pytest.mark.thorough
 def test_shards_are_streamed(tiny_folder, tmp_path: Path) -> None:
     """Memory of the process's own, without pages of files: at no time more than the model and one tensor. Measured: a
     few megabytes above the model."""
