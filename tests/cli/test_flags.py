@@ -18,17 +18,19 @@ from graftune.settings.config import leaves
 
 FROZEN = {
     "train": """--adapter --alpha --anchor --any-base --append-eos --base --base-dtype --base-on --best --beta
-        --beta1 --beta2 --clip --clip-mode --compute-dtype --config --data --date --deadline --desirable-weight
-        --deterministic --device --dropout --epochs --eps --eval-data --eval-every --eval-examples --gamma --graph
-        --init --init-scale --json --keep-last --label-smoothing --loss --lr --map --max-seq-len --max-skipped
-        --max-steps --max-unpacked --memory-share --method --metric --metric-goal --metric-records --metric-seconds
-        --min-lr --new-tokens --no-any-base --no-append-eos --no-deterministic --no-graph --no-rslora --no-score
+        --beta1 --beta2 --clip --clip-high --clip-low --clip-mode --compute-dtype --config --data --date
+        --deadline --desirable-weight --deterministic --device --divide --divide-by --dropout --epochs --eps
+        --eval-data --eval-every --eval-examples --gamma --graph --init --init-scale --json --keep-last --kl
+        --label-smoothing --loss --lr --map --max-seq-len --max-skipped --max-steps --max-unpacked
+        --memory-share --method --metric --metric-goal --metric-records --metric-seconds --min-lr
+        --new-tokens --no-any-base --no-append-eos --no-deterministic --no-graph --no-rslora --no-score
         --no-stop-on-warning --no-strict --no-train-norms --out --patience --print-config --profile-every
-        --prompt-form --quiet --rank --recompute --reference --resume --revision --rslora --sample-every
-        --sample-tokens --samples --save-every --save-minutes --schedule --score --score-records --seed --sft-share
-        --shard-base --stop-on-warning --stop-within --strict --targets --template --template-vars --threads
-        --tokens-per-micro-batch --tokens-per-step --trace-steps --track --train-norms --train-on --train-reasoning
-        --undesirable-weight --val-split --wait-gpu --warmup --watch --weight-decay -c BASE DATA MORE""",
+        --prompt-form --quiet --rank --ratios --recompute --reference --resume --revision --rslora
+        --sample-every --sample-tokens --samples --save-every --save-minutes --schedule --score
+        --score-records --seed --sft-share --shard-base --stop-on-warning --stop-within --strict --targets
+        --temperature --template --template-vars --threads --tokens-per-micro-batch --tokens-per-step
+        --trace-steps --track --train-norms --train-on --train-reasoning --undesirable-weight --val-split
+        --wait-gpu --warmup --watch --weight-decay -c BASE DATA MORE""",
     "chat": """--any-base --append-eos --base --base-dtype --base-on --compare --compute-dtype --date --device --json
         --max-new-tokens --no-any-base --no-append-eos --prompt --quiet --revision --seed --shard-base --system
         --temperature --template --template-vars --threads --top-k --top-p TARGET""",
@@ -40,24 +42,28 @@ FROZEN = {
         --no-strict --prompt-form
         --revision --show --strict --template --template-vars --train-on --train-reasoning -c DATA MORE""",
     "plan": """--adapter --alpha --anchor --any-base --append-eos --base --base-dtype --base-on --beta --beta1
-        --beta2 --clip --clip-mode --compute-dtype --config --data --date --desirable-weight --deterministic --device
-        --dropout --epochs --eps --eval-data --eval-every --eval-examples --gamma --gpu --graph --init --init-scale
-        --json --keep-last --label-smoothing --loss --lr --map --max-seq-len --max-steps --max-unpacked --memory
-        --method --metric --metric-records --min-lr --new-tokens --no-any-base --no-append-eos --no-deterministic
-        --no-graph --no-rslora --no-score --no-strict --no-train-norms --patience --print-config --prompt-form --rank
-        --recompute --reference --revision --rslora --sample-tokens --samples --save-every --save-minutes --schedule
-        --score --score-records --seed --sft-share --shard-base --strict --targets --template --template-vars
-        --threads --tokens-per-micro-batch --tokens-per-step --train-norms --train-on --train-reasoning
+        --beta2 --clip --clip-high --clip-low --clip-mode --compute-dtype --config --data --date
+        --desirable-weight --deterministic --device --divide --divide-by --dropout --epochs --eps
+        --eval-data --eval-every --eval-examples --gamma --gpu --graph --init --init-scale --json
+        --keep-last --kl --label-smoothing --loss --lr --map --max-seq-len --max-steps --max-unpacked
+        --memory --method --metric --metric-records --min-lr --new-tokens --no-any-base --no-append-eos
+        --no-deterministic --no-graph --no-rslora --no-score --no-strict --no-train-norms --patience
+        --print-config --prompt-form --rank --ratios --recompute --reference --revision --rslora
+        --sample-tokens --samples --save-every --save-minutes --schedule --score --score-records --seed
+        --sft-share --shard-base --strict --targets --temperature --template --template-vars --threads
+        --tokens-per-micro-batch --tokens-per-step --train-norms --train-on --train-reasoning
         --undesirable-weight --val-split --warmup --weight-decay -c BASE DATA MORE""",
     "profile": """--adapter --alpha --anchor --any-base --append-eos --base --base-dtype --base-on --beta --beta1
-        --beta2 --clip --clip-mode --compute-dtype --config --data --date --desirable-weight --deterministic --device
-        --dropout --epochs --eps --eval-data --eval-every --eval-examples --gamma --graph --init --init-scale --json
-        --keep-last --label-smoothing --loss --lr --map --max-seq-len --max-steps --max-unpacked --method --min-lr
+        --beta2 --clip --clip-high --clip-low --clip-mode --compute-dtype --config --data --date
+        --desirable-weight --deterministic --device --divide --divide-by --dropout --epochs --eps
+        --eval-data --eval-every --eval-examples --gamma --graph --init --init-scale --json --keep-last --kl
+        --label-smoothing --loss --lr --map --max-seq-len --max-steps --max-unpacked --method --min-lr
         --new-tokens --no-any-base --no-append-eos --no-deterministic --no-graph --no-rslora --no-strict
-        --no-train-norms --patience --prompt-form --quiet --rank --recompute --reference --revision --rslora
-        --save-every --save-minutes --schedule --seed --sft-share --shard-base --steps --strict --targets --template
-        --template-vars --threads --tokens-per-micro-batch --tokens-per-step --trace --train-norms --train-on
-        --train-reasoning --undesirable-weight --val-split --warmup --weight-decay -c DATA TARGET""",
+        --no-train-norms --patience --prompt-form --quiet --rank --ratios --recompute --reference --revision
+        --rslora --save-every --save-minutes --schedule --seed --sft-share --shard-base --steps --strict
+        --targets --temperature --template --template-vars --threads --tokens-per-micro-batch
+        --tokens-per-step --trace --train-norms --train-on --train-reasoning --undesirable-weight
+        --val-split --warmup --weight-decay -c DATA TARGET""",
     "init": """--append-eos --base-dtype --date --device --eval-data --eval-examples --force --json --map --max-seq-len
         --max-unpacked --no-append-eos --no-strict --out --prompt-form --revision --strict --template --template-vars
         --train-on --train-reasoning --val-split BASE DATA MORE""",

@@ -21,6 +21,7 @@ from graftune.kernels.attention import timing
 from graftune.losses import Anchored
 from graftune.losses.interface import WEIGHTED
 from graftune.losses.kto import Kto
+from graftune.losses.policy import Ppo
 from graftune.model.frozen.formats import fp8 as fp8_format
 from graftune.model.frozen.weight_format import Option
 from graftune.model.spec import ModelSpec
@@ -99,6 +100,7 @@ CASES = {
     "delta nets, every weight": setup(spec=spec(**DELTA), method="full"),
     "qk norm, bias, tied": setup(spec=biased(tied=True)),
     "options of attention": setup(spec=specs.with_options(spec()), lora=LoraConfig(rank=4, train_norms=True)),
+    "ppo, per answer, with KL": setup(loss=Ppo(kl=0.1, ratios="sequence"), layout=Ppo(ratios="sequence").fields_of(())),
     "kto": setup(loss=Kto(), layout=Kto().fields_of(())),
     "pairs, the start kept": setup(loss=Dpo("start"), layout=Dpo().layout(PAIRED)),
     "fp8": setup(kind="fp8"),

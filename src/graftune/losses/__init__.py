@@ -9,6 +9,7 @@ from typing import NamedTuple
 from graftune.batch import BatchLayout, Example, Field, PackedBatch
 from graftune.data.kind import DataKind
 from graftune.errors import GraftuneError
+from graftune.losses import policy
 from graftune.losses import preference as pairs
 from graftune.losses.anchored import Anchored
 from graftune.losses.cross_entropy import CrossEntropy
@@ -40,11 +41,13 @@ class LossRow(NamedTuple):
     settings: tuple[str, ...] = ()  # those that it uses, as arguments of `make`; others are refused if they are set
     beta: float = 0.0  # unless it is set
     lr: float | None = None  # unless it is set; None: by the size of the model (settings/auto.py)
+    clip_high: float = 0.0  # unless it is set
 
 
 _BETA, _LR = 0.1, 1e-5
 _PAIR = ("beta", "sft_share", "reference")
 _RATED = ("beta", "desirable_weight", "undesirable_weight", "reference")
+_POLICY = ("divide", "divide_by", "ratios", "kl", "temperature", "reference")
 LOSSES: dict[str, LossRow] = {
     "cross_entropy": LossRow(CrossEntropy),
     "anchored": LossRow(Anchored, ("anchor",)),
@@ -58,6 +61,9 @@ LOSSES: dict[str, LossRow] = {
     "orpo": LossRow(pairs.Orpo, ("beta",), _BETA, _LR),
     "kto": LossRow(Kto, _RATED, _BETA, _LR),
     "kto_zero": LossRow(KtoZero, _RATED, _BETA, _LR),
+    "importance_sampling": LossRow(policy.ImportanceSampling, _POLICY, lr=_LR),
+    "ppo": LossRow(policy.Ppo, (*_POLICY, "clip_low", "clip_high"), clip_high=0.28, lr=_LR),
+    "cispo": LossRow(policy.Cispo, (*_POLICY, "clip_high"), clip_high=4.0, lr=_LR),
 }
 
 
@@ -72,8 +78,7 @@ def choose(settings: TrainConfig) -> Loss:
                 fix=f"leave {setting} out, or set loss to {users}",
             )
     values = {setting: getattr(settings, setting) for setting in row.settings}
-    if "beta" in values:
-        values["beta"] = settings.beta or row.beta
+    values |= {name: values[name] or getattr(row, name) for name in ("beta", "clip_high") if name in values}
     loss = row.make(**values)
     if loss.reference == "base" and settings.method != "lora":
         other = "reference to start" if "reference" in row.settings else "loss to cross_entropy"

@@ -50,14 +50,14 @@ def answers_of(log_probs: torch.Tensor, reference: torch.Tensor | None, batch: P
 
 def layout_of(members: int, *fields: Field, ahead: Ahead | None = None) -> BatchLayout:
     """The fields that `answers_of` reads, and others; the divisor counts groups of `members` answers."""
-    return BatchLayout(fields=(_DOCUMENT, _TRAINED, *fields), shares=_SHARES[members], ahead=ahead)
+    return BatchLayout(fields=(*FIELDS, *fields), shares=_SHARES[members], ahead=ahead)
 
 
 def _document_of_each_token(held: Sequence[Example]) -> np.ndarray:
     return np.repeat(np.arange(len(held)), lengths_of(held))
 
 
-def _one_each(held: Sequence[Example]) -> np.ndarray:
+def one_each(held: Sequence[Example]) -> np.ndarray:
     return np.ones(len(held))
 
 
@@ -66,6 +66,8 @@ def _half_each(held: Sequence[Example]) -> np.ndarray:
 
 
 # Functions of the module, so that layouts of equal losses are equal.
-_SHARES: dict[int, Callable[[Sequence[Example]], np.ndarray]] = {1: _one_each, 2: _half_each}
-_DOCUMENT = Field("document", torch.int64, _document_of_each_token)
-_TRAINED = Field("trained", torch.float32, responses_of, per="document")
+_SHARES: dict[int, Callable[[Sequence[Example]], np.ndarray]] = {1: one_each, 2: _half_each}
+FIELDS = (
+    Field("document", torch.int64, _document_of_each_token),
+    Field("trained", torch.float32, responses_of, per="document"),
+)

@@ -51,6 +51,7 @@ class Loss(ABC):
     reference: Literal["", "base", "start"] = ""
 
     data: DataKind = ANSWERS  # the kind of data that it takes
+    temperature: float = 1.0  # divides the logits, of the reference model too
     # How many sums over the whole optimizer step it needs before the step's micro-batches. They are computed in forward
     # passes over the examples that the layout's `ahead` makes, and found in `batch.extra["ahead"]`.
     ahead: int = 0
@@ -202,20 +203,21 @@ def reference_log_probs(
     if not loss.reference:
         return None
     if loss.reference == "base":
-        return _log_probs(decoder, batch, replace(ctx, adapted=False, dropout=None))
+        return _log_probs(loss, decoder, batch, replace(ctx, adapted=False, dropout=None))
     assert start is not None, "a session with such a loss keeps a snapshot of the start"
     with start.restored():
-        return _log_probs(decoder, batch, replace(ctx, adapted=True, dropout=None))
+        return _log_probs(loss, decoder, batch, replace(ctx, adapted=True, dropout=None))
 
 
 def sums_ahead(loss: Loss, decoder: Decoder, batch: PackedBatch, ctx: PassContext, start: Start | None) -> torch.Tensor:
     """The loss's sums over a batch of the examples ahead, from forward passes without a tape. Without dropout."""
     ctx = replace(ctx, dropout=None)
     reference = reference_log_probs(loss, decoder, batch, ctx, start)
-    return loss.sums_ahead(_log_probs(decoder, batch, ctx), reference, batch)
+    return loss.sums_ahead(_log_probs(loss, decoder, batch, ctx), reference, batch)
 
 
-def _log_probs(decoder: Decoder, batch: PackedBatch, ctx: PassContext) -> torch.Tensor:
+def _log_probs(loss: Loss, decoder: Decoder, batch: PackedBatch, ctx: PassContext) -> torch.Tensor:
     stream = decoder.forward(batch.tokens, ctx, batch.rows)
     with rehearsal.owned(LOGITS):
-        return decoder.read_out(stream, adapted=ctx.adapted).log_probs(batch.labels)
+        output = decoder.read_out(stream, adapted=ctx.adapted, temperature=loss.temperature)
+        return output.log_probs(batch.labels)

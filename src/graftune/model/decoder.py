@@ -190,16 +190,16 @@ class Decoder:
         """The last projections of the parts read the stream's gradient, so it has their adapter columns."""
         return max(block.adapter_columns for block in self.blocks)
 
-    def read_out(self, stream: Stream, *, adapted: bool = True) -> Output:
-        """Final norm and head over the rows of a forward pass: what a loss computes from."""
+    def read_out(self, stream: Stream, *, adapted: bool = True, temperature: float = 1.0) -> Output:
+        """Final norm and head over the rows of a forward pass: what a loss computes from. `temperature` divides the
+        logits: l / t = (c / t) tanh((f / t) z / (c / t)), so scale and cap are divided by it."""
         self.bundles.enter(HEAD)
         weight, normed = self.norm.of(adapted), torch.empty_like(stream.x)
         with spans.covering("final norm"):
             x, rstd = rms_norm.add_forward(stream.x, stream.pending, weight, self.spec.head.norm.eps, normed)
         head, spec = self.head.of(adapted), self.spec.head
-        return Output(
-            head, normed, x, rstd, weight, self.norm.grad, self._adapter_columns, spec.logit_scale, spec.logit_cap
-        )
+        scale, cap = spec.logit_scale / temperature, spec.logit_cap / temperature
+        return Output(head, normed, x, rstd, weight, self.norm.grad, self._adapter_columns, scale, cap)
 
     def logits(self, x: torch.Tensor, *, adapted: bool = True) -> torch.Tensor:
         """Rows [R, D] -> [R, V] in fp32."""

@@ -48,12 +48,12 @@ _SPELLINGS = {"all-linear": "all_linear", "all": "all_linear"}  # PEFT's and LLa
 
 LossName = Literal[
     "cross_entropy", "anchored", "dpo", "dpo_norm", "ipo", "hinge", "robust", "apo_zero", "simpo", "orpo", "kto",
-    "kto_zero",
+    "kto_zero", "importance_sampling", "ppo", "cispo",
 ]  # fmt: skip
 # The settings that decide what is minimised. Which loss uses which: losses/__init__.py.
 LOSS_SETTINGS = (
     "loss", "anchor", "beta", "gamma", "label_smoothing", "sft_share", "desirable_weight", "undesirable_weight",
-    "reference",
+    "reference", "clip_low", "clip_high", "ratios", "divide", "divide_by", "kl", "temperature",
 )  # fmt: skip
 
 # Whether a resumed run may have another value. fixed: no, since it decides what the run computes. content: a file or
@@ -243,8 +243,8 @@ class TrainConfig:
     )
     loss: LossName = opt(  # noqa: RUF009 (an alias of names)
         "cross_entropy",
-        "what is minimised: cross-entropy of the response tokens, or that plus a penalty on moving away from the base "
-        "(anchored); from dpo on: preferences (docs/preferences.md)",
+        "what is minimised: cross-entropy of the response tokens, or with a penalty on moving away from the base "
+        "(anchored); preferences from dpo, policy gradients from importance_sampling on",
         resume="fixed",
     )
     anchor: float = opt(
@@ -276,6 +276,32 @@ class TrainConfig:
         "preferences: the model that log-probabilities are compared with: the base without adapters, or the weights at "
         "the start of the run (an adapter that is continued; method full)",
         resume="fixed",
+    )
+    clip_low: float = opt(0.2, "ppo: the ratio counts down to 1 less this", resume="fixed", min=0, max=1)
+    clip_high: float = opt(
+        0.0, "ppo, cispo: the ratio counts up to 1 plus this; 0: 0.28, of cispo 4", resume="fixed", min=0
+    )
+    ratios: Literal["token", "sequence"] = opt(
+        "token",
+        "policy gradients: ratio to the sampled log-probabilities of each token, or of each answer, the mean over its "
+        "tokens (GSPO)",
+        resume="fixed",
+    )
+    divide: Literal["tokens", "answers", "constant"] = opt(
+        "tokens",
+        "policy gradients: divide by the tokens of a step (DAPO), by the tokens of each answer and the number of "
+        "answers (GRPO), or by the answers times divide_by (constant; Dr. GRPO)",
+        resume="fixed",
+    )
+    divide_by: float = opt(256.0, "divide constant: tokens that every answer counts for", resume="fixed", above=0)
+    kl: float = opt(
+        0.0, "policy gradients: factor of the KL divergence from the reference; 0: no reference", resume="fixed", min=0
+    )
+    temperature: float = opt(
+        1.0,
+        "policy gradients: temperature that the answers were sampled at; divides the logits",
+        resume="fixed",
+        above=0,
     )
     epochs: float = opt(3.0, "passes over the data; 0.5 is half a pass", resume="stored", above=0)
     max_steps: int = opt(0, "stop after this many optimizer steps; 0: let epochs decide", resume="stored", min=0)

@@ -62,6 +62,13 @@ class Settings(TypedDict, total=False):
     desirable_weight: float
     undesirable_weight: float
     reference: Literal["base", "start"]
+    clip_low: float
+    clip_high: float
+    ratios: Literal["token", "sequence"]
+    divide: Literal["tokens", "answers", "constant"]
+    divide_by: float
+    kl: float
+    temperature: float
     epochs: float
     max_steps: int
     tokens_per_step: int | Literal["auto"]

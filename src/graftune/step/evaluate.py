@@ -123,7 +123,8 @@ def evaluate_batch(
         batch = replace(batch, extra={**batch.extra, "ahead": known})
     ctx = decoder.begin_batch(batch, backend, longest, adapted=adapted)
     reference = reference_log_probs(loss, decoder, batch, ctx, start)
-    output = decoder.read_out(decoder.forward(batch.tokens, ctx, batch.rows), adapted=adapted)
+    stream = decoder.forward(batch.tokens, ctx, batch.rows)
+    output = decoder.read_out(stream, adapted=adapted, temperature=loss.temperature)
     return checked(loss, loss(output, batch, reference, need_grad=False), output.normed, need_grad=False)
 
 

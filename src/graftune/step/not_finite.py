@@ -75,7 +75,7 @@ def _forward(step: Step, batch: PackedBatch) -> list[NotFinite]:
         )
         if reference is not None and not bool(reference.isfinite().all()):
             tape.found.append(NotFinite("the reference model's log-probabilities"))
-        output = decoder.read_out(stream)
+        output = decoder.read_out(stream, temperature=step.loss.temperature)
         tape.check(output.normed, "the final norm", batch.rows)
         if not bool(step.loss(output, batch, reference, need_grad=False).total.isfinite()):
             tape.found.append(NotFinite("the loss, after the head"))

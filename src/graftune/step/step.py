@@ -171,7 +171,7 @@ class Step:
         spans.phase("loss")
         scale = self.scaler.scale * self.unit if self.scaler else None
         with rehearsal.owned(LOGITS):
-            output = self.decoder.read_out(stream)
+            output = self.decoder.read_out(stream, temperature=self.loss.temperature)
             found = self.loss(output, batch, reference, scale=scale)
             total, grad, figures = checked(self.loss, found, output.normed)
             self.loss_sum.add_(total, alpha=self.unit)

@@ -1,0 +1,164 @@
+"""Policy losses against TRL's results (sampled.py) and autograd, whole and divided; a temperature of the logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graftune.batch import Example
+from graftune.data.pack import pack
+from graftune.errors import GraftuneError
+from graftune.losses import CrossEntropy, Loss, choose
+from graftune.settings.config import TrainConfig
+from graftune.step.evaluate import evaluate
+from graftune.step.step import Step
+from tests.losses import preferred, sampled
+from tests.losses.test_preferences import stepped
+from tests.support import oracle, tiny
+
+Model = Callable[[str], oracle.Ours]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return cache(lambda family: preferred.ours_of(family, tmp_path_factory.mktemp("sampled") / family))
+
+
+def loss_of(name: str) -> Loss:
+    return choose(TrainConfig(**sampled.CASES[name]))
+
+
+@pytest.mark.parametrize("name", sampled.CASES)
+@pytest.mark.parametrize(("family", "capacity", "fixed"), [("llama-shallow", 1000, False), ("qwen3", 30, True)])
+def test_losses_are_trls(name: str, family: str, capacity: int, fixed: bool, model: Model) -> None:
+    """Packed in one batch; and in several of a fixed shape, with rows and documents of padding."""
+    loss, want = loss_of(name), sampled.stored()[family][name]
+    got = stepped(model(family), loss, sampled.answers(), capacity, fixed)
+    assert (got["micro"] > 1) == fixed
+    assert got["loss"] == pytest.approx(want["loss"], rel=1e-5)
+    for figure, value in want["figures"].items():
+        assert got["figures"].get(figure, 0.0) == pytest.approx(value, rel=1e-5, abs=1e-6), figure
+    for slot, (norm, *products) in want["grads"].items():
+        ours = preferred.projections(slot, got["grads"][slot])
+        assert norm > 1e-6 and ours[0] == pytest.approx(norm, rel=2e-5), slot
+        assert ours[1:] == pytest.approx(products, rel=0, abs=4e-5 * norm), slot
+
+
+def by_torch(ours: oracle.Ours, folder: Path, data: list[Example], how: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+    """The loss over PEFT's model, one answer at a time, written from the formulas."""
+    model = oracle.peft_model(tiny.load_hf(folder), ours).train()
+    heat, kl = how.get("temperature", 1.0), how.get("kl", 0.0)
+    limits = 1 - how.get("clip_low", 0.2), 1 + how.get("clip_high", 0.28)
+    total, tokens, figures = torch.zeros(()), 0, dict.fromkeys(("ratio", "entropy", "difference"), 0.0)
+    for example in data:
+        ids = torch.tensor([example.tokens])
+        on = torch.tensor(example.supervised[1:])
+
+        def log_p(ids: torch.Tensor = ids, on: torch.Tensor = on) -> torch.Tensor:
+            return (model(ids).logits[0, :-1] / heat).log_softmax(-1).gather(1, ids[0, 1:, None])[on, 0]
+
+        now, old = log_p(), torch.tensor(example.numbers["logprobs"])[1:][on]
+        advantage = example.numbers["advantages"]
+        advantage = torch.tensor(advantage)[1:][on] if isinstance(advantage, list) else torch.full_like(old, advantage)
+        ratio = (now - old).exp()
+        if how.get("ratios") == "sequence":
+            ratio = (now - old).mean().exp().expand(len(old))
+        if how["loss"] == "cispo":
+            losses = -ratio.detach().clamp(max=limits[1]) * advantage * now
+        elif how["loss"] == "ppo":
+            held = torch.minimum(torch.maximum(ratio, torch.tensor(limits[0])), torch.tensor(limits[1]))
+            losses = torch.maximum(-ratio * advantage, -held * advantage)
+        else:
+            losses = -ratio * advantage
+        if kl:
+            with torch.no_grad(), model.disable_adapter():
+                base = log_p()
+            losses = losses + kl * ((base - now).exp() - (base - now) - 1)
+        divide = how.get("divide", "tokens")
+        divided = {"tokens": 1.0, "answers": len(old), "constant": how.get("divide_by", 256.0)}[divide]
+        total, tokens = total + losses.sum() / divided, tokens + len(old)
+        for name, value in (("ratio", ratio), ("entropy", -now), ("difference", (now - old).abs())):
+            figures[name] += float(value.detach().sum())
+    total = total / (tokens if how.get("divide", "tokens") == "tokens" else len(data))
+    total.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return total.detach(), ({name: value / tokens for name, value in figures.items()}, grads)
+
+
+@pytest.mark.parametrize("name", ["grpo, sequence", "dapo, kl", "cispo", "importance_sampling"])
+def test_losses_are_autograds(name: str, model: Model, tmp_path: Path) -> None:
+    ours, data = model("qwen3"), sampled.answers()
+    want, (figures, grads) = by_torch(ours, preferred.folder_of("qwen3", tmp_path / "qwen3"), data, sampled.CASES[name])
+    got = stepped(ours, loss_of(name), data, 30, True)
+    assert got["loss"] == pytest.approx(float(want), rel=1e-5)
+    assert {n: got["figures"][n] for n in figures} == pytest.approx(figures, rel=1e-5)
+    for slot, grad in got["grads"].items():
+        theirs = grads[oracle.peft_name(slot)]
+        assert (grad - theirs).norm() < 2e-5 * theirs.norm() > 0, slot
+
+
+@pytest.mark.parametrize("name", ["grpo, sequence", "dapo, kl"])
+def test_an_evaluation_agrees(name: str, model: Model) -> None:
+    ours, loss, data = model("qwen3"), loss_of(name), sampled.answers()
+    step, found = stepped(ours, loss, data, 1000, False), evaluate(ours.decoder, data, capacity=30, loss=loss)
+    assert found.loss == pytest.approx(step["loss"], rel=1e-5) and found.perplexity is None
+    assert found.figures == pytest.approx(step["figures"], rel=1e-5)
+
+
+def test_on_policy_every_loss_has_the_same_gradient(model: Model) -> None:
+    """With the model's own log-probabilities each ratio is 1, nothing is clipped, and the difference is 0."""
+    ours, data = model("llama-shallow"), sampled.answers()
+    batch = pack(data)
+    ctx = ours.decoder.begin_batch(batch, "cpu")
+    found = ours.decoder.read_out(ours.decoder.forward(batch.tokens, ctx, batch.rows)).log_probs(batch.labels).tolist()
+    for example in data:
+        own = [found.pop(0) if on else 0.0 for on in example.supervised]
+        example.numbers["logprobs"][:] = own  # type: ignore[index]
+    grads = []
+    for name in ("importance_sampling", "ppo", "cispo"):
+        got = stepped(ours, choose(TrainConfig(loss=name)), data, 1000, False)  # type: ignore[arg-type]
+        assert got["figures"]["ratio"] == pytest.approx(1, abs=1e-5) and got["figures"]["difference"] < 1e-5
+        assert got["figures"].get("clipped", 0) == 0
+        grads.append(torch.cat([grad.flatten() for grad in got["grads"].values()]))
+    assert all((grad - grads[0]).norm() < 1e-5 * grads[0].norm() for grad in grads[1:])
+
+
+class Heated(CrossEntropy):
+    temperature = 1.7
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_temperature_divides_the_logits(family: str, tiny_folder: Callable[[str], Path]) -> None:
+    """Also where a family soft-caps them; in the loss and in every gradient."""
+    ours = oracle.ours(tiny_folder(family))
+    data = sampled.answers(3)
+    step = Step(ours.decoder, ours.arena, loss=Heated())
+    step.micro_step(pack(data))
+    model = oracle.peft_model(tiny.load_hf(tiny_folder(family)), ours).train()
+    total = torch.zeros(())
+    for example in data:
+        ids, on = torch.tensor([example.tokens]), torch.tensor(example.supervised[1:])
+        log_p = (model(ids).logits[0, :-1] / 1.7).log_softmax(-1).gather(1, ids[0, 1:, None])
+        total = total - log_p[on].sum()
+    total.backward()
+    theirs = {name: p.grad for name, p in model.named_parameters()}
+    assert float(step.loss_sum) == pytest.approx(float(total.detach()), rel=1e-5)
+    for slot in ours.arena.slots:
+        grad, want = ours.arena.view(slot, ours.arena.grads), theirs[oracle.peft_name(slot)]
+        assert want is not None and (grad - want).norm() < 2e-5 * want.norm() > 0, slot
+
+
+def test_what_is_missing_is_named() -> None:
+    loss = choose(TrainConfig(loss="ppo"))
+    one, two = sampled.answers(2)
+    with pytest.raises(GraftuneError, match="example 2 has no advantages, which Ppo reads"):
+        loss.layout([one, Example(two.tokens, two.supervised, numbers={"logprobs": 0.0})])
+    with pytest.raises(GraftuneError, match="examples have weights, which Ppo does not read"):
+        loss.layout([Example(one.tokens, one.supervised, weights=[2.0] * len(one.tokens), numbers=one.numbers)])
+    assert choose(TrainConfig(loss="cispo")).clip_high == 4 and math.isclose(loss.clip_high, 0.28)  # type: ignore[attr-defined]
