@@ -16,6 +16,7 @@ from tests.data.training_marks import (
     CLOSED,
     EMPTY,
     END,
+    LAST,
     OPEN,
     POLICIES,
     PROMPT,
@@ -33,6 +34,7 @@ TEMPLATES: dict[str, tuple[tuple[dict[str, Any], ...], set[str]]] = {
     "qwen3_6": (THINKING, {END, PROMPT, EMPTY, CLOSED}),
     "qwen3_8": (THINKING, {END, PROMPT, EMPTY, CLOSED}),
     "muse_glimmer": (({"reasoning_strength": "high"} | DATE, {"reasoning_strength": "low"} | DATE), {PROMPT}),
+    "gptoss": (({"reasoning_effort": "high"}, {"reasoning_effort": "low"}), {PROMPT, LAST}),
 }
 
 

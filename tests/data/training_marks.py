@@ -28,7 +28,8 @@ END = "the end token closes what is trained"
 PROMPT = "what the inference prompt gives is not trained"
 EMPTY = "an empty reasoning block is not trained"
 CLOSED = "reasoning is left out after a closed block"
-POLICIES = (END, PROMPT, EMPTY, CLOSED)
+LAST = "each answer is trained as the last one of its conversation"
+POLICIES = (END, PROMPT, EMPTY, CLOSED, LAST)
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {
     "type": "function",
@@ -103,16 +104,28 @@ def compare(
     found = encode(encoder, messages, tools)
     if found.refusal:
         return Compared(0, policies, f"refused: {found.refusal}")
+    messages = as_read(source, messages)
     marked, answers = marks(training, messages, tools, variables), [i for i, m in enumerate(messages) if _is_answer(m)]
     if len(found.runs) != len(marked) or len(marked) != len(answers):
         return Compared(0, policies, f"{len(found.runs)} trained, {len(marked)} marked, {len(answers)} answers")
     for run, mark, i in zip(found.runs, marked, answers, strict=True):
         prompt = reference(source, messages[:i], tools, True, **variables) or ""
+        if (last := marks(training, messages[: i + 1], tools, variables)[-1]) != mark:
+            mark = last
+            policies.add(LAST)
         block, wanted, used = explained(mark, prompt)
         policies |= used
         if run.before != prompt + block or run.text != wanted:
             return Compared(len(marked), policies, f"{prompt[-80:]!r}\n  {run!r}\n  not {wanted!r} of {mark!r}")
     return Compared(len(marked), policies)
+
+
+def as_read(source: str, messages: list[Message]) -> list[Message]:
+    """The messages with the field of reasoning that the template reads, and without null contents where it cannot."""
+    if '"thinking" in message' not in source:
+        return messages
+    found = [{"thinking" if key == "reasoning_content" else key: value for key, value in m.items()} for m in messages]
+    return [message | {"content": message["content"] or ""} for message in found]
 
 
 def marks(training: str, messages: list[Message], tools: Any, variables: dict[str, Any]) -> list[str]:

@@ -87,6 +87,7 @@ class Reasoning:
     open: str = "<think>\n"
     close: str = "\n</think>\n\n"  # empty: nothing says how a block is closed
     part: bool = False  # the template reads it as a part of the content, as Ministral 3's does
+    channel: bool = False  # a message of its own, as in harmony: it is closed by the header that every prompt ends with
 
     def block(self, answer: str, *, opened: bool) -> tuple[int, bool]:
         """(where the reasoning at the start of `answer` ends, whether it is empty); 0 where there is none.
@@ -131,7 +132,7 @@ class Reasoning:
 
     def closed_by(self, prompt: str) -> bool:
         """Whether the prompt ends with a block that it has closed."""
-        return bool(self.tags[1]) and prompt[-LONGEST_TAG:].rstrip().endswith(self.tags[1])
+        return bool(self.tags[1]) and not self.channel and prompt[-LONGEST_TAG:].rstrip().endswith(self.tags[1])
 
     @functools.cached_property
     def tags(self) -> tuple[str, str]:

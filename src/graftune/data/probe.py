@@ -320,7 +320,7 @@ def _reasoning(
     for key in REASONING_KEYS:
         shown = rendered([*head, *_asked(ANSWERS[0], **{key: _WHY})], tools) or ""
         if (found := _block(shown, prompt, plain, plain[aligned.end :], literals)) is not None:
-            return Reasoning(key, *found)
+            return Reasoning(key, *found, channel=found[1].strip() + found[0].strip() in shown)
     as_part = [*thinking_parts(_WHY), *in_parts(ANSWERS[0])]
     shown = (rendered([*head, *_asked(as_part)], tools) if "thinking" in source else None) or ""
     found = _block(shown, prompt, plain, plain[aligned.end :], literals)
