@@ -2,6 +2,7 @@
 
     SHAPE[-OPTION...]-ROWSxLENGTH[xMICRO][-POLICY]
     8b-4x2048    1.5b-nf4-qv-4x512    350m-full-4x512x4    1b-r64-4x2048    8b-nf4-4x2048-full    1b-q4_k-4x512
+    8b-dpo-4x1024    8b-nf4-dpo-stored-4x1024    8b-dpo-drawn-8x1024
 
 Before the size stands what trains, and on what: qv (adapters on q and v only), full (every parameter), rN (rank N), lN
 (N layers), and the base: nf4, fp8, or the blocks of a GGUF (q4_k, q8_0, ...); without a word it is bf16. host: its
@@ -10,6 +11,12 @@ size stands the activation checkpointing: selective (gate and up), full (whole b
 inputs kept in host memory); without a word nothing is recomputed. Everything else is fixed: alpha twice the rank,
 dropout 0, AdamW, clip 1.0, and the first half of each row is prompt, which is masked. MICRO micro-batches of
 ROWSxLENGTH make one optimizer step.
+
+dpo: ROWS are preference pairs, two answers to one prompt in documents of LENGTH tokens each, half of them prompt. The
+reference model runs in every step; stored: its log-probabilities were computed before. drawn: the lengths are drawn
+from a lognormal distribution with the median 350 and are at most LENGTH; the prompt is half of the shorter document.
+Every second half of the batches has the answers of the first half exchanged, so that the loss stays near log 2 and its
+gradient does not vanish, however many steps are timed.
 
 Weights are random and made on the device when they are read, so that a 70B becomes NF4 a few rows at a time. Blocks of
 a GGUF are random codes under scales that give the same deviation as the floats (0.02).
@@ -22,10 +29,11 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
+from graftune.batch import Example
 from graftune.kernels.gguf_dequant import KINDS, reference, row_bytes
 from graftune.model.families import from_config
 from graftune.settings.config import Config
@@ -34,14 +42,20 @@ from graftune.weights.synthetic import STD, random_base
 
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+PAIR_LR = 1e-5
 HYPER = {"lr": 2e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "clip": 1.0}
 BATCHES = 4  # distinct batches, taken in turn
 POLICIES = ("none", "selective", "full", "offload")
 BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs")
 BASES = ("nf4", "fp8", *BLOCKS)
-PEERS = ("peft", "peft-fp32", "liger", "liger-bf16", "unsloth", "hf", "hf-compiled")
+LORA_PEERS = ("peft", "peft-fp32", "liger", "liger-bf16", "unsloth", "unsloth-eager")
+FULL_PEERS = ("hf", "hf-compiled")
+PAIR_PEERS = ("trl", "trl-none", "trl-liger-bf16", "unsloth")
+PEERS = tuple(dict.fromkeys((*LORA_PEERS, *FULL_PEERS, *PAIR_PEERS)))
 LARGE = 30e9  # parameters from which no peer is run: a folder of such weights fits nowhere
 SWEEPS = ("tokens", "rank", "layers", "documents")
+SEED = 20261115
+MEDIAN, DEVIATION, SHORTEST = 350, 0.7, 32  # tokens of drawn documents; the deviation is that of their logarithm
 
 
 @dataclass(frozen=True)
@@ -130,6 +144,7 @@ class Shape:
 SHAPES = {
     shape.name: shape
     for shape in (
+        Shape("135m", 576, 1536, 30, 9, 3, 49152, tied=True),  # SmolLM2's
         Shape("350m", 1024, 4096, 24, 16, 4, 32768, tied=False),
         Shape("1b", 2048, 8192, 16, 32, 8, 128256, tied=True),
         Shape("1.5b", 1536, 8960, 28, 12, 2, 151936, tied=True),
@@ -157,23 +172,47 @@ class Case:
     base: str = "bf16"  # bf16 | one of BASES
     recompute: str = "none"  # of POLICIES
     where: str = "device"  # device | host | shard: where the frozen weights lie
+    loss: str = "cross_entropy"  # cross_entropy | dpo
+    reference: str = ""  # of dpo: each | stored
+    drawn: bool = False
 
     @property
     def alpha(self) -> float:
         return 2.0 * self.rank
 
     @property
-    def prompt(self) -> int:
-        """Tokens of a row that are not trained."""
-        return self.length // 2
+    def pairs(self) -> bool:
+        return self.loss == "dpo"
 
     @property
-    def supervised(self) -> list[bool]:
-        return [i >= self.prompt for i in range(self.length)]
+    def hyper(self) -> dict[str, float]:
+        return HYPER | ({"lr": PAIR_LR} if self.pairs else {})
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of a row that are not trained, where all rows have one length."""
+        return self.length // 2
+
+    @functools.cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of the documents of a micro-batch; the two of a pair follow each other."""
+        count = (2 if self.pairs else 1) * self.rows
+        if not self.drawn:
+            return (self.length,) * count
+        normal = torch.randn(count, generator=torch.Generator().manual_seed(SEED), dtype=torch.float64)
+        found = (MEDIAN * torch.exp(DEVIATION * normal)).clamp(min(SHORTEST, self.length), self.length)
+        return tuple(int(length) for length in found)
+
+    @property
+    def prompts(self) -> tuple[int, ...]:
+        """Tokens of each document that are not trained."""
+        if not self.pairs:
+            return tuple(length // 2 for length in self.lengths)
+        return tuple(min(self.lengths[i - i % 2 : i - i % 2 + 2]) // 2 for i in range(len(self.lengths)))
 
     @property
     def micro_tokens(self) -> int:
-        return self.rows * self.length
+        return sum(self.lengths)
 
     @property
     def tokens(self) -> int:
@@ -183,7 +222,12 @@ class Case:
     @property
     def responses(self) -> int:
         """Rows of one micro-batch that reach the head."""
-        return self.rows * (self.length - self.prompt)
+        return sum(self.lengths) - sum(self.prompts)
+
+    @property
+    def forwards(self) -> int:
+        """Forward passes besides the trained one."""
+        return int(self.reference == "each")
 
     def config(self, device: torch.device, **more: Any) -> Config:
         """What a user would write for it."""
@@ -198,6 +242,7 @@ class Case:
             "recompute": self.recompute,
             "base_on": "host" if self.where == "host" else "device",
             "shard_base": "yes" if self.where == "shard" else "no",
+            "loss": self.loss,
         }
         if self.base == "bf16" and device.type != "cuda":
             values["base_dtype"] = "auto"
@@ -229,18 +274,24 @@ def parse(name: str) -> Case:
             case = replace(case, base=part)
         elif part in ("host", "shard"):
             case = replace(case, where=part)
+        elif part == "dpo":
+            case = replace(case, loss=part, reference="each")
+        elif part == "stored" and case.pairs:
+            case = replace(case, reference=part)
+        elif part == "drawn" and case.pairs:
+            case = replace(case, drawn=True)
         else:
             raise ValueError(f"case {name!r}: unknown option {part!r}; see the head of benchmarks/cases.py")
     if case.rows < 1 or case.length < 2 or case.micro < 1:
         raise ValueError(f"case {name!r}: say how many rows of how many tokens, as in {parts[0]}-4x2048")
-    if case.method == "full" and (case.base != "bf16" or case.where != "device" or "qv" in parts):
+    if case.method == "full" and (case.base != "bf16" or case.where != "device" or "qv" in parts or case.pairs):
         raise ValueError(f"case {name!r}: full-parameter training has neither adapters nor a frozen base")
     return case
 
 
 def participants(case: Case, asked: Sequence[str] = ()) -> list[str]:
     """Those asked for, as far as the case is theirs; by default the floor and ours. The floor comes first."""
-    peers = ["hf", "hf-compiled"] if case.method == "full" else ["peft", "peft-fp32", "liger", "liger-bf16", "unsloth"]
+    peers = PAIR_PEERS if case.pairs else FULL_PEERS if case.method == "full" else LORA_PEERS
     ours_alone = (
         case.shape.experts > 0
         or case.base not in ("bf16", "nf4")
@@ -248,19 +299,60 @@ def participants(case: Case, asked: Sequence[str] = ()) -> list[str]:
         or case.recompute == "selective"
     )
     if ours_alone or case.shape.parameters > LARGE:
-        peers = []  # they have nothing like it
+        peers = ()  # they have nothing like it
     floor = (
         ["floor"] if case.recompute == "none" and not case.shape.experts else []
     )  # what recomputing adds is not in the floor
-    able = [*floor, "ours", "eager", "ranked", "api", "profile", *peers]
+    own = ["ours", "eager", "ranked", *([] if case.pairs else ["api"]), "profile"]
+    able = [*floor, *own, *peers]
     return [name for name in able if name in (asked or ("floor", "ours"))]
 
 
 def tokens(case: Case) -> torch.Tensor:
-    """[batch, micro, rows, length], the same for everyone; step i takes batch i % BATCHES."""
-    generator = torch.Generator().manual_seed(20261115)
-    size = (BATCHES, case.micro, case.rows, case.length)
+    """[batch, micro, documents, length], the same for everyone; step i takes batch i % BATCHES. Documents are those of
+    `Case.lengths`, each filled up to the length of the longest."""
+    generator = torch.Generator().manual_seed(SEED)
+    size = (BATCHES, case.micro, len(case.lengths), case.length)
     return torch.randint(0, case.shape.vocab, size, generator=generator)
+
+
+class Pair(NamedTuple):
+    prompt: list[int]
+    chosen: list[int]
+    rejected: list[int]
+
+
+def pairs(case: Case) -> list[list[list[Pair]]]:
+    """[batch][micro][pair], the same for everyone; step i takes batch i % BATCHES."""
+
+    def pair(batch: int, micro: int, number: int) -> Pair:
+        at, prompt = 2 * number, case.prompts[2 * number]
+        first, second = (ids[batch % half, micro, at + i, : case.lengths[at + i]].tolist() for i in (0, 1))
+        answers = (first, second) if batch < half else (second, first)
+        return Pair(first[:prompt], *(answer[prompt:] for answer in answers))
+
+    ids, half = tokens(case), BATCHES // 2
+    places = range(len(case.lengths) // 2)
+    return [[[pair(b, m, n) for n in places] for m in range(case.micro)] for b in range(BATCHES)]
+
+
+def documents(case: Case) -> list[list[list[Example]]]:
+    """[batch][micro][document], as graftune takes them."""
+    if case.pairs:
+        return [[_answers(micro) for micro in batch] for batch in pairs(case)]
+    masks = [[i >= prompt for i in range(n)] for n, prompt in zip(case.lengths, case.prompts, strict=True)]
+    return [
+        [[Example(*one) for one in zip(micro, masks, strict=True)] for micro in batch]
+        for batch in tokens(case).tolist()
+    ]
+
+
+def _answers(micro: list[Pair]) -> list[Example]:
+    return [
+        Example(pair.prompt + answer, [False] * len(pair.prompt) + [True] * len(answer), group=number)
+        for number, pair in enumerate(micro)
+        for answer in (pair.chosen, pair.rejected)
+    ]
 
 
 def labels(ids: torch.Tensor, case: Case) -> torch.Tensor:

@@ -33,8 +33,9 @@ def work_of(case: Case) -> Work:
         (spec.vocab, spec.width),
         case.micro_tokens,
         case.responses,
-        (case.length,) * case.rows,
+        case.lengths,
         full=case.method == "full",
+        **({"forwards": case.forwards} if case.forwards else {}),
         packed_bytes=packed_bytes(case),
         fp8=case.base == "fp8",
     )

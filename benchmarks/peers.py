@@ -17,6 +17,7 @@ memory (our `offload`) and is what its documentation says to use. The note in th
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -46,9 +47,14 @@ def build(name: str, case: Case, device: torch.device) -> Runner:
         "liger": lambda c, d: peft_runner(c, d, liger=True),
         "liger-bf16": lambda c, d: peft_runner(c, d, liger=True, adapters=torch.bfloat16),
         "unsloth": unsloth_runner,
+        "unsloth-eager": lambda c, d: unsloth_runner(c, d, compiled=False),
         "hf": lambda c, d: full_runner(c, d, compiled=False),
         "hf-compiled": lambda c, d: full_runner(c, d, compiled=True),
     }
+    if case.pairs:
+        from benchmarks import pair_peers
+
+        return pair_peers.build(name, case, device)
     return makers[name](case, device)
 
 
@@ -79,12 +85,28 @@ def peft_runner(
             rope=True, swiglu=True, rms_norm=True, cross_entropy=False, fused_linear_cross_entropy=True
         )
     if case.base == "nf4":
-        model = _nf4_llama(case, device)
+        checkpointing = case.recompute != "none"
+        model = peft.prepare_model_for_kbit_training(
+            nf4_llama(case, device),
+            use_gradient_checkpointing=checkpointing,
+            gradient_checkpointing_kwargs={"use_reentrant": False} if checkpointing else None,
+        )
     else:
         model = random_llama(case.shape, device, torch.bfloat16).to(compute)
         if case.recompute != "none":
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    config = peft.LoraConfig(
+    model = peft.get_peft_model(model, lora_config(case), autocast_adapter_dtype=adapters == torch.float32).train()
+    kinds = {p.dtype for p in model.parameters() if p.requires_grad}
+    assert kinds == {adapters}, f"adapters are {kinds}"
+    again = ", blocks recomputed from inputs on the device" if case.recompute != "none" else ""
+    note = f"adapters {str(adapters).removeprefix('torch.')}, sdpa{again}"
+    return _trainer(model, case, device, note=note, compute=compute)
+
+
+def lora_config(case: Case) -> Any:
+    import peft
+
+    return peft.LoraConfig(
         r=case.rank,
         lora_alpha=int(case.alpha),
         target_modules=list(case.targets),
@@ -92,12 +114,6 @@ def peft_runner(
         bias="none",
         task_type="CAUSAL_LM",
     )
-    model = peft.get_peft_model(model, config, autocast_adapter_dtype=adapters == torch.float32).train()
-    kinds = {p.dtype for p in model.parameters() if p.requires_grad}
-    assert kinds == {adapters}, f"adapters are {kinds}"
-    again = ", blocks recomputed from inputs on the device" if case.recompute != "none" else ""
-    note = f"adapters {str(adapters).removeprefix('torch.')}, sdpa{again}"
-    return _trainer(model, case, device, note=note, compute=compute)
 
 
 def full_runner(case: Case, device: torch.device, *, compiled: bool) -> Runner:
@@ -106,7 +122,15 @@ def full_runner(case: Case, device: torch.device, *, compiled: bool) -> Runner:
     return _trainer(model, case, device, note=note, compiled=compiled)
 
 
-def unsloth_runner(case: Case, device: torch.device) -> Runner:
+def unsloth_runner(case: Case, device: torch.device, *, compiled: bool = True) -> Runner:
+    if not compiled:
+        os.environ["UNSLOTH_COMPILE_DISABLE"] = "1"
+    model, note = unsloth_model(case, device)
+    return _trainer(model.train(), case, device, note=note + ("" if compiled else ", without torch.compile"))
+
+
+def unsloth_model(case: Case, device: torch.device) -> tuple[Any, str]:
+    """The case's model with adapters, and a note on both."""
     from unsloth import FastLanguageModel  # first of all: it patches what is imported after it
 
     recompute: Any = "unsloth" if case.recompute != "none" else False
@@ -132,7 +156,7 @@ def unsloth_runner(case: Case, device: torch.device) -> Runner:
     )
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad})
     again = ", blocks recomputed from inputs in host memory (its own way)" if recompute else ""
-    return _trainer(model.train(), case, device, note=f"adapters {' and '.join(kinds)}{again}")
+    return model, f"adapters {' and '.join(kinds)}{again}"
 
 
 def adamw(trained: list[torch.Tensor]) -> torch.optim.AdamW:
@@ -191,8 +215,8 @@ def random_llama(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
     return model
 
 
-def _nf4_llama(case: Case, device: torch.device) -> Any:
-    import peft
+def nf4_llama(case: Case, device: torch.device) -> Any:
+    """The case's model with a 4-bit base, as transformers loads it."""
     import transformers
 
     quantise = transformers.BitsAndBytesConfig(
@@ -202,18 +226,13 @@ def _nf4_llama(case: Case, device: torch.device) -> Any:
         bnb_4bit_compute_dtype=torch.bfloat16,
     )
     with weights_folder(case.shape, device) as folder:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        return transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             quantization_config=quantise,
             device_map={"": device.index or 0},
             dtype=torch.bfloat16,
             attn_implementation="sdpa",
         )
-    return peft.prepare_model_for_kbit_training(
-        model,
-        use_gradient_checkpointing=case.recompute != "none",
-        gradient_checkpointing_kwargs={"use_reentrant": False} if case.recompute != "none" else None,
-    )
 
 
 def _fill(parameter: torch.Tensor) -> None:

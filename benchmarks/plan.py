@@ -26,7 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.cases import HYPER, LARGE, Case, base_of, parse
+from benchmarks.cases import LARGE, Case, base_of, documents, parse
 from benchmarks.step import opened
 
 from benchmarks import measure
@@ -64,11 +64,12 @@ DEFAULT = (
 
 
 def shape_of(case: Case) -> Capacities:
-    return Capacities(case.micro_tokens, case.rows, case.responses, case.length)
+    return Capacities(case.micro_tokens, len(case.lengths), case.responses, case.length)
 
 
 def job_of(case: Case, device: torch.device, memory: int = 0) -> Job:
     """As prepare.py makes it of a run's settings and data; `memory`: of a card that is not here."""
+    from graftune.losses import choose
     from graftune.plan import Job, runtime_for
 
     # A token of an answer takes a whole pass over the weights: 0.7 s where 35 GB of them come from host memory.
@@ -77,7 +78,8 @@ def job_of(case: Case, device: torch.device, memory: int = 0) -> Job:
     runtime, card = runtime_for(config, memory)
     base = base_of(case, runtime.device)
     shapes, asked = (lambda capacity: shape_of(case)), (case.prompt,) * config.run.samples
-    return Job(config, base, runtime, case.length, shapes, card, memory, asked=asked)
+    layout = choose(config.train).layout(documents(case)[0][0])
+    return Job(config, base, runtime, case.length, shapes, card, memory, asked=asked, layout=layout)
 
 
 def planned(case: Case, job: Job) -> Plan:
@@ -87,26 +89,23 @@ def planned(case: Case, job: Job) -> Plan:
 def run(case: Case, job: Job, plan: Plan) -> dict[str, Any]:
     """What was planned: a batch evaluated, prompts answered, a few captured steps; then torch's own peak (on a CPU, for
     the tests, the process's)."""
-    from graftune.batch import Example
     from graftune.data.pack import pack
 
     session = opened(case, job.runtime.device, recompute=plan.recompute, tokens_per_micro_batch=plan.capacity)
-    arena, device, spec = session.parts.arena, session.runtime.device, job.base.spec
+    arena, device = session.parts.arena, session.runtime.device
     grown = {"load": reserved(device)}
-    drawn = torch.Generator().manual_seed(7)
-    rows = torch.randint(0, spec.vocab, (case.rows, case.length), generator=drawn).tolist()
-    examples = [Example(row, case.supervised) for row in rows]
+    examples = documents(case)[0][0]
     loop = session.parts.pipeline
     session.parts.evaluated(examples)
-    answer(session, job, rows[0])
+    answer(session, job, examples[0].tokens)
     grown["evaluate"] = reserved(device)
     loop.bound_documents(case.length)
-    batch = pack(examples, **shape_of(case)._asdict())
+    batch = pack(examples, layout=session.parts.loss.layout(examples), **shape_of(case)._asdict())
     before = fingerprint(arena.weights)
     for _ in range(STEPS):
-        loop.step([loop.stage(batch)], HYPER | {"divisor": float(batch.response_tokens)}, [0])
+        loop.step([loop.stage(batch)], case.hyper | {"divisor": batch.divisor}, [0])
     figures = loop.finished(wait=True)
-    answer(session, job, rows[0])
+    answer(session, job, examples[0].tokens)
     return memory_of(device) | {
         "reserved_after": grown,
         "loss": figures[-1].loss,

@@ -23,7 +23,8 @@ SPEED = {
 PEER_NAMES = {"unsloth": "Unsloth", "peft": "PEFT", "liger": "PEFT + Liger", "hf-compiled": "transformers, compiled"}
 # What the project sets out to reach on an H200. `floor`: ours over it, at most; a peer's name: its time over ours, at
 # least, and `best_peer`: that of the fastest; peak_gib, ms, start_s: at most. `ours@CASE`: ours over our own time of
-# that case, at most; `PEER@CASE`: that peer's time there over ours here, at least. Both only within one run.
+# that case, at most; `PEER@CASE`: that peer's time there over ours here, at least; `peak_gib@CASE`: our peak over our
+# own of that case, at most. All three only within one run.
 GOALS: dict[str, dict[str, float]] = {
     "8b-4x2048": {"floor": 1.12, "unsloth": 1.12, "liger": 1.3, "peak_gib": 43.0},
     "8b-1x512": {"floor": 1.15, "best_peer": 6.7},
@@ -36,6 +37,14 @@ GOALS: dict[str, dict[str, float]] = {
     "1.5b-nf4-qv-4x512": {"floor": 1.3, "best_peer": 4.0},
     "8b-fp8-4x2048": {"floor": 1.25, "unsloth@8b-4x2048": 1.7},
     "70b-nf4-1x2048-full": {"peak_gib": 139.0},
+    "9b-4x2048": {"floor": 1.2, "best_peer": 1.0},
+    "9b-1x2048-full": {"peak_gib": 19.55},
+    "8b-dpo-4x1024": {"floor": 1.12, "best_peer": 1.15, "trl-none": 1.6, "trl": 2.0, "peak_gib@8b-8x1024": 1.02},
+    "8b-dpo-stored-4x1024": {"ours@8b-8x1024": 1.05, "peak_gib@8b-8x1024": 1.02},
+    "8b-nf4-dpo-4x1024": {"best_peer": 1.15, "trl-none": 1.6, "trl": 2.0, "peak_gib@8b-nf4-8x1024": 1.02},
+    "8b-nf4-dpo-stored-4x1024": {"ours@8b-nf4-8x1024": 1.05, "peak_gib@8b-nf4-8x1024": 1.02},
+    "8b-dpo-drawn-8x1024": {"best_peer": 2.0},
+    "135m-dpo-4x1024": {"best_peer": 10.0},
 }
 EVERYWHERE = {"host_ms": 2.0, "syncs": 0}  # what the host may spend on a step, and how often it may wait for the GPU
 OWN = {
@@ -145,6 +154,10 @@ def goals(name: str, steps: Mapping[str, Record]) -> list[dict[str, Any]]:
         elif other:
             there = steps.get(other, {})
             same = case.get("run") and there.get("run") == case["run"]
+            if who == "peak_gib":
+                peak = there["participants"].get("ours", {}).get(who) if same else None
+                rows.append(_ratio(f"peak / {other}'s", own.get(who), peak, bound, True))
+                continue
             theirs = there["participants"].get(who, {}).get("ms") if same else None
             what = f"ours / {other}" if who == "ours" else f"{who}, {other} / ours"
             rows.append(_ratio(what, *((ours, theirs) if who == "ours" else (theirs, ours)), bound, who == "ours"))
@@ -168,7 +181,7 @@ def _row(what: str, goals: Sequence[Record]) -> str:
     asked = [f"{goal['what']} {'≤' if goal['rule'] == 'at most' else '≥'} {goal['bound']:g}" for goal in goals]
     if not goals or all(goal["is"] is None for goal in goals):
         measured = [ABSENT]
-    elif len(goals) > 6:
+    elif len(goals) > 7:
         asked, missed = [f"{len(goals)} of them"], [goal for goal in goals if not goal["met"]]
         measured = [f"{len(goals) - len(missed)} reached", *(f"{goal['what']}: missed" for goal in missed)]
     else:

@@ -3,24 +3,29 @@
     python benchmarks/step.py [CASE ...] [--who floor,ours,eager,api,peft,liger,liger-bf16,unsloth,hf,hf-compiled]
     python benchmarks/step.py 8b-4x2048 1b-1x512 --who ours,ranked
     python benchmarks/step.py 1b-4x512 8b-4x2048 --who floor,ours,profile
+    python benchmarks/step.py 8b-dpo-4x1024 8b-8x1024 --who floor,ours,trl,trl-none,trl-liger-bf16,unsloth
     python benchmarks/step.py 8b-4x2048 8b-nf4-4x2048-full --json benchmarks/results/h200.json
     python benchmarks/step.py 8b-nf4-4x2048 8b-nf4-host-4x2048 8b-4x2048 8b-shard-4x2048 --who ours
     python benchmarks/step.py --sweep tokens,rank,layers,documents --steps 3 --json FILE
 
 Every participant of every case runs in a process of its own, one after another, under a time limit: one that crashes
 or is not installed is reported with its last line, and the others go on. cases.py says what a case is, measure.py how
-it is timed and when a time is refused, floor.py what nobody can beat, peers.py how the others are set up; `eager` is
-ours without CUDA graphs, `ranked` ours as the one rank of a run under torchrun (its all-reduce is in the graph), `api`
-a loop written with the Python API, and `profile` ours by operation (src/graftune/training/profiler.py): how much of
-the step is attributed, what profiling adds to it, and its speed as a run says it live, beside the floor. Peers come
-from PYTHONPATH. Only ratios of one call count: machines of one kind differ by 2 to 3%. With --json the cases go into a
-GPU's record (measure.py), after every case; --json - prints them. The exit code is 1 where a case failed.
+it is timed and when a time is refused, floor.py what nobody can beat, peers.py and pair_peers.py how the others are set
+up; `eager` is ours without CUDA graphs, `ranked` ours as the one rank of a run under torchrun (its all-reduce is in the
+graph), `api` a loop written with the Python API, and `profile` ours by operation (src/graftune/training/profiler.py):
+how much of the step is attributed, what profiling adds to it, and its speed as a run says it live, beside the floor.
+Peers come from PYTHONPATH; for participants called trl, PYTHONPATH_TRL goes before it, so that peers which need
+different versions of one package run in one call. Only ratios of one call count: machines of one kind differ by 2 to
+3%. With --json the cases go into a GPU's record (measure.py), after every case; --json - prints them. The exit code is
+1 where a case failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -35,12 +40,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.cases import BATCHES, HYPER, Case
+from benchmarks.cases import BATCHES, Case
 
 from benchmarks import cases, measure
 
 if TYPE_CHECKING:
+    from graftune.batch import PackedBatch
     from graftune.dist.world import World
+    from graftune.losses import Loss
     from graftune.session import Session
 
 DEFAULT = ("1b-1x512", "1b-4x2048", "8b-1x512", "8b-4x2048", "350m-full-4x512x4")
@@ -86,17 +93,11 @@ def hot_loop(
     case: Case, device: torch.device, *, graph: bool = True, ranked: bool = False
 ) -> tuple[Session, measure.Runner]:
     """The hot loop of a run, batches staged by a thread as its loader does."""
-    from graftune.batch import Example
-    from graftune.data.pack import pack
-
     session = opened(case, device, ranked=ranked, graph=graph)
     arena, loop, step = session.parts.arena, session.parts.pipeline, session.parts.step
-    batches = [
-        [pack([Example(row, case.supervised) for row in micro]) for micro in batch]
-        for batch in cases.tokens(case).tolist()
-    ]
+    batches = packed(case, step.loss)
     loop.bound_documents(case.length)
-    hyper = HYPER | {"divisor": float(sum(micro.response_tokens for micro in batches[0]))}
+    hyper = case.hyper | {"divisor": sum(micro.divisor for micro in batches[0])}
 
     def staged(index: int) -> list[Any]:
         return [loop.stage(micro) for micro in batches[index % BATCHES]]
@@ -119,6 +120,17 @@ def hot_loop(
         return f"{where}; attention {step.backend}; {how}; base {case.base} on {case.where}; recompute {case.recompute}"
 
     return session, measure.Runner(one, lambda: [arena.view(name, arena.weights) for name in arena.slots], note)
+
+
+def packed(case: Case, loss: Loss) -> list[list[PackedBatch]]:
+    """[batch][micro]: exact shapes, or, where lengths are drawn, whole tiles as a run has them."""
+    from graftune.data import pack
+
+    bins = cases.documents(case)
+    layout = loss.layout(bins[0][0])
+    answers = [length - prompt for length, prompt in zip(case.lengths, case.prompts, strict=True)]
+    fixed = pack.capacities([range(len(answers))], case.lengths, answers)._asdict() if case.drawn else {}
+    return [[pack.pack(micro, layout=layout, **fixed) for micro in batch] for batch in bins]
 
 
 def profile(case: Case, device: torch.device, steps: int, sustain: float) -> dict[str, Any]:
@@ -163,15 +175,13 @@ def _drop(figures: object) -> None:
 
 def api(case: Case, device: torch.device) -> measure.Runner:
     """A loop written with the Python API over the same data: loader, staging and figures are the session's own."""
-    from graftune.batch import Example
     from graftune.data.dataset import Dataset
 
     session = opened(case, device, epochs=1.0)
     arena = session.parts.arena
-    rows = [row for batch in cases.tokens(case).tolist() for micro in batch for row in micro]
-    data = Dataset.of([Example(row, case.supervised) for row in rows * 64])
+    data = Dataset.of([row for batch in cases.documents(case) for micro in batch for row in micro] * 64)
     batches = (batch for _ in count() for batch in session.batches(data))
-    given = {name: value for name, value in HYPER.items() if name != "divisor"}
+    given = case.hyper
 
     def one(index: int) -> tuple[torch.Tensor, torch.Tensor]:
         session.forward_backward(next(batches))
@@ -214,22 +224,32 @@ def apart(who: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
         words = [sys.executable, str(Path(__file__).resolve()), name, "--worker", who, "--out", f"{folder}/out.json"]
         words += ["--steps", str(options.steps), "--sustain", str(options.sustain), "--device", options.device]
         words += ["--memory", options.memory] if options.memory else []
+        words += ["--limit", str(options.limit)]
         try:
             done = subprocess.run(
-                words, capture_output=True, text=True, cwd=folder, env=environment(), timeout=options.limit
+                words, capture_output=True, text=True, cwd=folder, env=environment(who), timeout=options.limit
             )
-        except subprocess.TimeoutExpired:
-            return {"error": f"stopped after {options.limit:.0f} s"}
+        except subprocess.TimeoutExpired as expired:
+            return {"error": f"stopped after {options.limit:.0f} s{_place(expired.stderr)}"}
         if (Path(folder) / "out.json").is_file():
             return measure.read(Path(folder) / "out.json")
         lines = (done.stdout + done.stderr).strip().splitlines() or ["it said nothing"]
         return {"error": next((line for line in reversed(lines) if "Error" in line), lines[-1]).strip()[:300]}
 
 
-def environment() -> dict[str, str]:
+def _place(stderr: bytes | str | None) -> str:
+    """Where a worker was when its time ended, innermost call first, from the trace that it writes before that."""
+    lines = (stderr.decode(errors="replace") if isinstance(stderr, bytes) else stderr or "").splitlines()
+    start = max((i for i, line in enumerate(lines) if "most recent call first" in line), default=len(lines))
+    calls = re.findall(r'File ".*?([^/"]+/[^/"]+)", line (\d+) in (\S+)', "\n".join(lines[start:]))
+    return " in " + " < ".join(f"{name} ({file}:{at})" for file, at, name in calls[:12]) if calls else ""
+
+
+def environment(who: str) -> dict[str, str]:
     """Offline, with absolute paths: a worker runs in a scratch folder."""
     paths = [str(measure.ROOT), str(measure.ROOT / "src")]
-    paths += [str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    names = ("PYTHONPATH_" + who.partition("-")[0].upper(), "PYTHONPATH")
+    paths += [str(Path(p).resolve()) for name in names for p in os.environ.get(name, "").split(os.pathsep) if p]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
         "HF_HUB_OFFLINE": "1",
@@ -243,7 +263,7 @@ def timed(name: str, options: argparse.Namespace) -> Found:
     found: Found = {}
     for who in cases.participants(cases.parse(name), options.who):
         found[who] = apart(who, name, options)
-        print(f"{name:24}{who:13}{line(found[who], found)}", flush=True)
+        print(f"{name:26}{who:16}{line(found[who], found)}", flush=True)
     return found
 
 
@@ -318,6 +338,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
 def main(words: list[str] | None = None) -> int:
     options = arguments(words)
     if options.worker:
+        faulthandler.dump_traceback_later(max(1.0, options.limit - 5))  # says where it was, if it is stopped
         measure.write(Path(options.out), work(options.worker, options.cases[0], options))
         return 0
     failed, run = False, measure.facts(options.commit) | {"run": time.strftime("%Y%m%d-%H%M%S", time.gmtime())}

@@ -40,7 +40,7 @@ def test_cases_are_what_they_say() -> None:
     assert cases.parse("8b-shard-4x2048").where == "shard"
     assert cases.parse("350m-full-4x512").method == "full" and cases.parse("350m-4x512-full").recompute == "full"
     assert 8.0e9 < cases.SHAPES["8b"].parameters < 8.1e9
-    for name in ("7b-1x8", "8b", "8b-odd-1x8", "8b-nf4-full-1x8"):
+    for name in ("7b-1x8", "8b", "8b-odd-1x8", "8b-nf4-full-1x8", "8b-stored-1x8", "8b-full-dpo-1x8"):
         with pytest.raises(ValueError, match=name.split("-")[0]):
             cases.parse(name)
     every = {*step.DEFAULT, *plan.DEFAULT, *(n for a in cases.SWEEPS for c in cases.sweep(a).values() for _, n in c)}
@@ -48,8 +48,31 @@ def test_cases_are_what_they_say() -> None:
     assert cases.participants(cases.parse("8b-fp8-4x2048"), ["unsloth", "ours", "floor"]) == ["floor", "ours"]
 
 
+def test_pairs_share_a_prompt_and_their_answers_are_exchanged() -> None:
+    case = cases.parse("tiny-dpo-drawn-8x1024")
+    assert len(case.lengths) == 16 and len(set(case.lengths)) > 10 and max(case.lengths) <= 1024
+    assert 250 < sorted(case.lengths)[8] < 500, "the median of the drawn lengths"
+    batches = cases.documents(case)
+    assert [len(one.tokens) for one in batches[0][0]] == list(case.lengths)
+    assert sum(one.response_tokens for one in batches[0][0]) == case.responses
+    for first, second, mirrored in zip(batches[0][0][::2], batches[0][0][1::2], batches[2][0][::2], strict=True):
+        prompt = first.supervised.index(True)
+        assert first.tokens[:prompt] == second.tokens[:prompt] and mirrored.tokens == second.tokens
+        assert prompt == min(len(first.tokens), len(second.tokens)) // 2 and first.group == second.group
+    assert cases.participants(cases.parse("8b-dpo-4x1024"), ["trl", "peft", "api", "ours"]) == ["ours", "trl"]
+
+
 @pytest.mark.parametrize(
-    "name", ["tiny-2x16", "tiny-nf4-qv-2x16-full", "tiny-full-2x16x2", "tiny-q8_0-2x16-selective", "tiny-host-2x16"]
+    "name",
+    [
+        "tiny-2x16",
+        "tiny-dpo-stored-2x16",
+        "tiny-dpo-stored-drawn-2x80",
+        "tiny-nf4-qv-2x16-full",
+        "tiny-full-2x16x2",
+        "tiny-q8_0-2x16-selective",
+        "tiny-host-2x16",
+    ],
 )
 def test_a_step_of_ours_beside_the_floor(name: str, record: Path, here: None) -> None:
     record.write_text(json.dumps({"steps": {"8b-4x2048": {"commit": "old"}}}))
@@ -96,6 +119,14 @@ def test_participants_in_processes_of_their_own(record: Path, tmp_path: Path, mo
     assert step.main(["tiny-2x16", "--who", "ours,floor", *options(record)]) == 1
     found = measure.read(record)["steps"]["tiny-2x16"]["participants"]
     assert found["ours"] == {"error": "XError: no block"} and found["floor"] == {"refused": "short"}
+    trace = 'Current thread 0x1 (most recent call first):\n  File "/a/b/c.py", line 7 in build\n'
+    python.write_text(f"#!/bin/sh\necho \"$PYTHONPATH\" > {tmp_path}/paths\nprintf '{trace}' >&2\nexec sleep 9\n")
+    monkeypatch.setenv("PYTHONPATH_TRL", "/newer")
+    monkeypatch.setenv("PYTHONPATH", "/older")
+    assert step.main(["tiny-dpo-2x16", "--who", "trl-none", "--limit", "0.5", *options(record)]) == 1
+    found = measure.read(record)["steps"]["tiny-dpo-2x16"]["participants"]
+    assert found["trl-none"] == {"error": "stopped after 0 s in build (b/c.py:7)"}
+    assert (tmp_path / "paths").read_text().strip().endswith("/newer:/older")
 
 
 def test_a_sweep(record: Path, here: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +144,8 @@ def test_the_floor_counts_every_product_once() -> None:
     wanted = 4 * weights * case.tokens + 4 * shape.vocab * shape.width * case.responses
     work = work_of(case)
     assert flops(work, floor.plan(work)) == pytest.approx(wanted, rel=1e-3)
+    stored = work_of(cases.parse("8b-dpo-stored-1x2"))
+    assert flops(stored, floor.plan(stored)) == pytest.approx(2 * wanted, rel=1e-3)
     packed = floor.plan(work_of(cases.parse("8b-nf4-1x2")))
     assert sum(op.kind == "unpack" for op in packed) == 2 * 4 * shape.layers, "once a pass and weight"
 
@@ -155,8 +188,9 @@ def test_random_blocks_have_the_deviation_of_random_floats() -> None:
 
 
 def test_the_plan_of_a_case_and_its_run() -> None:
-    found = plan.one("tiny-r4-2x64-full", CPU)
-    assert found["moved"] and found["grad_norm"] > 0 and found["measured"] > 0 and "tiny" in plan.line(found)
+    for name in ("tiny-r4-2x64-full", "tiny-dpo-2x64"):
+        found = plan.one(name, CPU)
+        assert found["moved"] and found["grad_norm"] > 0 and found["measured"] > 0 and "tiny" in plan.line(found)
     one = {"name": "a", "off": 0.01, "measured": 100 << 30, "needed": 100 << 30, "reserved": 101 << 30}
     within, furthest, held = plan.goals([one, {"name": "b", "error": "no"}])
     assert (within["is"], within["met"]) == (1, False) and furthest["met"] and held["met"]

@@ -40,6 +40,8 @@ def test_measured_rows_have_their_verdict(results: Path) -> None:
         "8b-4x2048": run | {"participants": {"ours": figures(440, 40.0), "unsloth": figures(500, 46.0)}},
         "8b-nf4-4x2048": run | {"participants": {"ours": figures(460)}},
         "8b-nf4-4x2048-full": run | {"participants": {"ours": figures(640)}},
+        "8b-8x1024": run | {"participants": {"ours": figures(400, 40.0)}},
+        "8b-dpo-stored-4x1024": run | {"participants": {"ours": figures(416, 42.0)}},
         "8b-fp8-4x2048": run | {"run": "2", "participants": {"ours": figures(290), "floor": {"ms": 240.0}}},
     }
     checked = [measure.goal(f"Q{i}: values that differ", "at most", 0, int(i == 3)) for i in range(8)]
@@ -49,6 +51,7 @@ def test_measured_rows_have_their_verdict(results: Path) -> None:
     text = report.gpu()
     assert "1.0454 (reached)" in row_of(text, "`8b-nf4-4x2048`")
     assert row_of(text, "`8b-nf4-4x2048-full`").endswith("9 (reached), 640 (missed), 0.5 (reached), 0 (reached) |")
+    assert "1.04 (reached), 1.05 (missed), 0.5" in row_of(text, "`8b-dpo-stored-4x1024`")
     fp8 = row_of(text, "`8b-fp8-4x2048`")
     assert f"1.2083 (reached), {report.ABSENT}" in fp8, "the peer's time is of another run"
     assert "NVIDIA H200, 8b-nf4-4x2048-full | 640.0, 12.8k, 9.0 GiB | - | - | - |" in text
