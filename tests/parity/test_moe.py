@@ -17,7 +17,8 @@ from graftune.batch import Example
 from graftune.data.pack import pack
 from graftune.errors import GraftuneError
 from graftune.infer.sample import Sampling
-from graftune.model.lora import build_arena
+from graftune.model.lora import build_arena, targets_of
+from graftune.model.spec import ModelSpec
 from graftune.observe.console import Console
 from graftune.settings.config import Config, LoraConfig, expand_targets
 from graftune.step.step import Step
@@ -61,6 +62,10 @@ def their_logits(model: Any, docs: list[list[int]]) -> torch.Tensor:
         return torch.cat([model(torch.tensor([d])).logits[0] for d in docs])
 
 
+def parameters_of(spec: ModelSpec, lora: LoraConfig) -> list[str]:
+    return experts.target_parameters(spec, targets_of(spec, lora))
+
+
 def peft_model(model: Any, ours: oracle.Ours) -> Any:
     """PEFT around a transformers model, with our adapter's values."""
     import peft
@@ -70,7 +75,7 @@ def peft_model(model: Any, ours: oracle.Ours) -> Any:
         r=lora.rank,
         lora_alpha=lora.alpha,
         target_modules=[t for t in targets if t in ("q_proj", "k_proj", "v_proj", "o_proj")],
-        target_parameters=experts.target_parameters(targets) or None,
+        target_parameters=parameters_of(ours.base.spec, lora) or None,
         use_rslora=lora.rslora,
         modules_to_save=["input_layernorm", "post_attention_layernorm"] if lora.train_norms else None,
         task_type="CAUSAL_LM",
@@ -87,7 +92,7 @@ def peft_model(model: Any, ours: oracle.Ours) -> Any:
 def theirs_of(ours: oracle.Ours, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
     """Values or gradients of our arena by PEFT's names and in its layout."""
     tensors = {name: ours.arena.view(name, buffer) for name in ours.arena.slots}
-    stored = experts.adapters_to_peft(tensors, expand_targets(ours.lora.targets))
+    stored = experts.adapters_to_peft(tensors)
     return {oracle.peft_name(name): value for name, value in stored.items()}
 
 
@@ -119,7 +124,9 @@ def test_every_lora_gradient_equals_pefts(variant, lora, folder):
         assert (got[name] - want).norm() / want.norm() < 1e-5, name
     targets = expand_targets(lora.targets)
     attention = sum(t in ("q_proj", "k_proj", "v_proj", "o_proj") for t in targets)
-    assert len(theirs) >= 2 * 3 * (attention + len(experts.parameters_of(targets)))
+    assert len(theirs) >= 2 * 3 * (
+        attention + len(experts.target_parameters(ours.base.spec, targets_of(ours.base.spec, lora)))
+    )
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
@@ -191,7 +198,9 @@ def test_trained_adapter_loads_in_peft(targets, folder, tmp_path):
     mine, back = (load_file(path / "adapter_model.safetensors") for path in (out / "adapter", tmp_path / "again"))
     assert mine.keys() == back.keys() and all(torch.equal(mine[n], back[n]) for n in mine)
     config = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
-    assert set(config["target_parameters"] or []) == set(experts.target_parameters(expand_targets(targets)))
+    assert set(config["target_parameters"] or []) == set(
+        experts.target_parameters(engine.base.spec, targets_of(engine.base.spec, engine.parts.lora))
+    )
     again = graftune.open(str(base), adapter=str(tmp_path / "again"), device="cpu", compute_dtype="fp32")
     assert torch.equal(again.parts.arena.weights, engine.parts.arena.weights)
 

@@ -112,7 +112,8 @@ def _check_whole(changes: Mapping[str, LowRankChange], spec: ModelSpec, adapter:
             stem = f"layers.{layer}.{projection}"
             part, name = spec.part_of(stem)
             if part is not None and part.expert_counts[0]:
-                weight = f"layers.{layer}.{part.module}.experts.{part.expert_counts[0] - 1}.{name}.weight"
+                last = f"experts.{part.expert_counts[0] - 1}"
+                weight = f"layers.{layer}.{part.module}.{name.replace('experts', last, 1)}.weight"
             else:
                 weight = f"{stem}.weight"
             if weight not in changes:
@@ -279,11 +280,8 @@ class Survival:
             start, stop, source = start + source.first, stop + source.first, source.source
         if isinstance(source, Reordered):
             ordered, source = source, source.source
-        if isinstance(source, experts.Stack):
-            experts_in = source.experts[start:stop]
-            if not any(isinstance(expert, Changed) for expert in experts_in):
-                return
-            for expert, values in zip(experts_in, stored(stop - start), strict=True):
+        if isinstance(source, experts.Stack) and any(isinstance(expert, Changed) for expert in source.experts):
+            for expert, values in source.divided(start, stored(stop - start)):
                 self._measure(expert, 0, expert.shape[0], partial(_first, values), dtype)
         if not isinstance(source, Changed):
             return

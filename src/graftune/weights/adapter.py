@@ -23,10 +23,10 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.io.files import check_inside, new_folder
 from graftune.model.arena import Arena
-from graftune.model.families import NORMS
+from graftune.model.families import NORMS, short_targets
 from graftune.model.lora import target_names, targets_of
 from graftune.model.spec import ModelSpec
-from graftune.settings.config import LoraConfig, expand_targets, is_target, ordered_targets
+from graftune.settings.config import LoraConfig, is_target, ordered_targets
 from graftune.weights import experts, names, rows, safetensors_io
 from graftune.weights.adapter_fit import TABLES, Adapter, check_tables, fitted, place_adapter
 from graftune.weights.apr import load_apr
@@ -136,7 +136,7 @@ def write_adapter(
     tensors = {name: rows.adapter_to_file(t, "folder", base.spec, name) for name, t in tensors.items()}
     scheme = adapter_scheme(base, naming)
     whole = [name.removesuffix(".weight") for name in tensors if ".lora_" not in name]
-    stored = experts.adapters_to_peft(tensors, expand_targets(lora.targets))
+    stored = experts.adapters_to_peft(tensors)
     with new_folder(folder) as aside:
         named = {names.to_peft(n, scheme): t for n, t in stored.items()}
         safetensors_io.write(named, aside / TENSORS, {"format": "pt"})
@@ -160,7 +160,7 @@ def _peft_config(
     same, modules are therefore named with their whole paths, and PEFT raises an error in a class that has other
     paths. `whole`: the modules that were trained whole."""
     spec, targets = base.spec, targets_of(base.spec, lora)
-    of_experts = experts.target_parameters(targets) if spec.experts else []
+    of_experts = experts.target_parameters(spec, targets)
     matrices = [path for path in targets if not _is_experts(spec, path)]
     target_modules = list(target_names(spec, matrices))
     modules_to_save = sorted({name.rpartition(".")[2] for name in whole})
@@ -323,14 +323,19 @@ def _understood(
     rank, alpha, partial = values["r"], values["lora_alpha"], False
     targets: Collection[str]
     if parameters := values.get("target_parameters"):
-        of_experts = experts.from_target_parameters(parameters) if isinstance(parameters, list) else None
+        wrapped = experts.wrapped_parameters(parameters) if isinstance(parameters, list) else None
         listed = values.get("target_modules") or []
-        targets = [*listed, *(of_experts or ())]
-        if of_experts is None or set(listed) & set(of_experts) or not all(map(is_target, targets)):
+        if wrapped is None or not isinstance(listed, list) or not all(map(is_target, listed)):
             raise _uses(f"adapters on the parameters {parameters!r}", path)
         for key in ("rank_pattern", "alpha_pattern", "exclude_modules", "layers_to_transform"):
             if values.get(key):
                 raise _uses(f"{key} beside adapters on experts", path)
+        tensors = experts.adapters_from_peft(tensors, wrapped, int(rank))
+        found_paths = _paths_of(tensors)
+        missing = [name for name in listed if not any(f".{path}".endswith(f".{name}") for path in found_paths)]
+        targets = [*short_targets(found_paths), *missing]  # `place_adapter` says which tensor is missing
+        if not all(map(is_target, targets)):
+            raise _uses(f"adapters on the parameters {parameters!r}", path)
     else:
         where = str(path.with_name(TENSORS))
         found = with_uniform_rank(tensors, values, lambda what: _uses(what, path), where)
@@ -349,6 +354,15 @@ def _understood(
         train_norms=bool(_saved(values) & NORMS),
         new_tokens=tuple(added),
     )
-    if values.get("target_parameters"):
-        tensors = experts.adapters_from_peft(tensors, lora.targets, lora.rank)
     return lora, tensors, partial
+
+
+def _paths_of(tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """The projections that have adapters, by their paths."""
+    found: set[str] = set()
+    for name in tensors:
+        stem, _, matrix = name.removesuffix(".weight").rpartition(".")
+        if matrix == "lora_A" and stem.count(".") > 1:
+            path = stem.split(".", 2)[2]
+            found |= experts.paths_of(path) if experts.is_expert_adapter(name) else {path}
+    return found

@@ -36,7 +36,7 @@ def load_gguf_adapter(path: Path) -> Adapter:
     if get("adapter.alora.invocation_tokens"):
         raise GraftuneError("the adapter uses activated LoRA", where=str(path), fix="this cannot be loaded here")
     family = by_architecture(str(get("general.architecture")))
-    tensors = experts.adapters_from_gguf(file.tensors, str(path))
+    tensors = experts.adapters_from_gguf(file.tensors, str(path), "mlp" if family is None else family.experts_module)
     for stored, tensor in file.tensors.items():
         if experts.is_stacked(stored):
             continue

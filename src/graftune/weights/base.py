@@ -223,7 +223,7 @@ def _open_gguf(name: str, path: Path) -> Base:
         if block and layers <= int(block[1]) < layers + family.prediction_blocks(file.metadata):
             carried[gguf_name] = CarriedTensor(tensor.shape, tensor.dtype_name, tensor.blocks.reshape(-1))
             continue
-        split = experts.from_gguf(gguf_name, tensor) if spec.experts else None
+        split = experts.from_gguf(gguf_name, tensor, spec) if spec.experts else None
         if split is not None:
             tensors.update(split)
             continue

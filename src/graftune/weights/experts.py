@@ -1,8 +1,11 @@
-"""The experts of a mixture under the names and in the layouts of other programs.
+"""The experts of a mixture under the names and in the layouts of other programs. M is the mixture's module, `mlp` or
+`feed_forward`.
 
-    ours, the Hub's    layers.N.mlp.experts.E.gate_proj.weight [F, D], up_proj, down_proj [D, F]; mlp.gate.weight [E, D]
-    transformers       layers.N.mlp.experts.gate_up_proj [E, 2F, D], down_proj [E, D, F]
-    GGUF               blk.N.ffn_gate_exps.weight [E, F, D], ffn_up_exps, ffn_down_exps; ffn_gate_inp.weight
+    ours, the Hub's    layers.N.M.experts.E.gate_proj.weight [F, D], up_proj, down_proj [D, F]
+    transformers       layers.N.M.experts.gate_up_proj [E, 2F, D], down_proj [E, D, F]
+    interleaved        layers.N.M.experts.gate_up_proj [E, D, 2F], a column of gate and one of up in turns, down_proj
+                       [E, F, D], gate_up_proj_bias [E, 2F], down_proj_bias [E, D]  (gpt-oss)
+    GGUF               blk.N.ffn_gate_exps.weight [E, F, D], ffn_up_exps, ffn_down_exps, or ffn_gate_up_exps [E, 2F, D]
 
 An expert's weights are row sources over the stored tensors; nothing is copied. Our adapters are stored by projection, A
 [E R, in] and B [E, out, R]; PEFT stores B as [out, R E] with the expert fastest, under names that tell the order in
@@ -12,14 +15,14 @@ which parameters were wrapped, not the parameter.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from graftune.errors import GraftuneError
-from graftune.model.feed_forward.experts import PARAMETERS
+from graftune.model.feed_forward.experts import PARAMETERS, ExpertsSpec
 from graftune.model.frozen import RowSource
 from graftune.model.spec import ModelSpec
 from graftune.weights.rows import Over, RowsByReading
@@ -28,25 +31,43 @@ if TYPE_CHECKING:
     from graftune.weights.gguf_io import GgufTensor
 
 _GGUF = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
-PROJECTIONS = tuple(_GGUF)
-_GGUF_BACK = {gguf: ours for ours, gguf in _GGUF.items()}
+_GGUF_BACK = {gguf: (ours,) for ours, gguf in _GGUF.items()} | {"ffn_gate_up_exps": PARAMETERS["gate_up_proj"]}
 
 
 @dataclass(frozen=True)
 class ExpertRows(Over):
-    """`count` rows from `first` on of one expert of a stacked tensor [E, rows, in]."""
+    """`count` rows of one expert of a stacked tensor [E, rows, in], or of [E, in, rows] (`turned`): every `step`-th row
+    from `first` on."""
 
     expert: int
     first: int
     count: int
+    step: int = 1
+    turned: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return (self.count, *self.source.shape[2:])
+        return (self.count, self.source.shape[1 if self.turned else 2])
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         whole = self.source.read(self.expert, self.expert + 1)[0]
-        return whole[self.first + start : self.first + min(stop, self.count)]
+        rows = whole.t() if self.turned else whole
+        return rows[self.first : self.first + self.step * self.count : self.step][start:stop].contiguous()
+
+
+@dataclass(frozen=True)
+class BiasColumns(Over):
+    """Every `step`-th column, from `first` on, of a bias [E, out] of all experts."""
+
+    first: int
+    step: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return (self.source.shape[0], self.source.shape[1] // self.step)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self.source.read(start, stop)[:, self.first :: self.step].contiguous()
 
 
 @dataclass(frozen=True)
@@ -70,103 +91,172 @@ class Stack(RowsByReading):
     def read(self, start: int, stop: int) -> torch.Tensor:
         return torch.stack([expert.values() for expert in self.experts[start:stop]])
 
+    def divided(self, start: int, stored: torch.Tensor) -> Iterator[tuple[RowSource, torch.Tensor]]:
+        """Each source with its values, out of rows from `start` on as they were stored."""
+        yield from zip(self.experts[start : start + len(stored)], stored, strict=True)
+
+
+@dataclass(frozen=True)
+class InterleavedStack(Stack):
+    """The same as [E, in, out]; of several projections, their columns in turns. `experts` has those of one expert side
+    by side."""
+
+    members: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        out, width = self.experts[0].shape
+        return (len(self.experts) // self.members, width, self.members * out)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        sources = self.experts[start * self.members : stop * self.members]
+        rows = torch.stack([source.values() for source in sources]).unflatten(0, (-1, self.members))
+        return rows.transpose(1, 2).flatten(1, 2).transpose(1, 2).contiguous()
+
+    def divided(self, start: int, stored: torch.Tensor) -> Iterator[tuple[RowSource, torch.Tensor]]:
+        for expert, values in enumerate(stored, start):
+            for member in range(self.members):
+                yield self.experts[expert * self.members + member], values.t()[member :: self.members]
+
+
+@dataclass(frozen=True)
+class InterleavedBias(RowsByReading):
+    """The biases [E, out] of several projections, their columns in turns."""
+
+    members: tuple[RowSource, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return (self.members[0].shape[0], len(self.members) * self.members[0].shape[1])
+
+    @property
+    def dtype_name(self) -> str:
+        return self.members[0].dtype_name
+
+    @property
+    def nbytes(self) -> int:
+        return sum(member.nbytes for member in self.members)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return torch.stack([member.read(start, stop) for member in self.members], 2).flatten(1)
+
+
+def mixtures(spec: ModelSpec) -> dict[int, ExpertsSpec]:
+    """The mixture of each layer that has one."""
+    found = ((index, part) for index, layer in enumerate(spec.layers) for part in layer.parts)
+    return {index: part for index, part in found if isinstance(part, ExpertsSpec)}
+
 
 def from_folder(tensors: Mapping[str, RowSource], spec: ModelSpec) -> dict[str, RowSource]:
     """A folder's tensors under our names, with one tensor for each projection of each expert."""
-    found: dict[str, RowSource] = {}
+    layers, found = mixtures(spec), dict[str, RowSource]()
     for name, tensor in tensors.items():
-        stacked = re.fullmatch(r"(layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)(\.weight)?", name)
-        if stacked and len(tensor.shape) == 3:
-            for expert in range(tensor.shape[0]):
-                at, projections = 0, PARAMETERS[stacked[2]]
-                for projection in projections:
-                    rows = tensor.shape[1] // len(projections)
-                    found[f"{stacked[1]}.{expert}.{projection}.weight"] = ExpertRows(tensor, expert, at, rows)
-                    at += rows
-        else:
+        match = re.fullmatch(r"layers\.(\d+)\.(.+)\.experts\.(gate_up_proj|down_proj)(_bias)?(?:\.weight)?", name)
+        part = layers.get(int(match[1])) if match else None
+        if match is None or part is None or match[2] != part.module or len(tensor.shape) != (2 if match[4] else 3):
             found[name] = tensor
+            continue
+        stem, members = name[: match.end(2)] + ".experts", PARAMETERS[match[3]]
+        for place, member in enumerate(members):
+            if match[4]:
+                found[f"{stem}.{member}.bias"] = BiasColumns(tensor, place, len(members))
+                continue
+            for expert in range(tensor.shape[0]):
+                rows = tensor.shape[2 if part.interleaved else 1] // len(members)
+                layout = (place, rows, len(members), True) if part.interleaved else (place * rows, rows)
+                found[f"{stem}.{expert}.{member}.weight"] = ExpertRows(tensor, expert, *layout)
     return found
 
 
-def from_gguf(name: str, tensor: GgufTensor) -> dict[str, GgufTensor] | None:
+def to_folder(tensors: Mapping[str, RowSource], spec: ModelSpec) -> dict[str, RowSource]:
+    """A model's tensors as a folder holds them: where those of its family are interleaved, stacked."""
+    found = dict(tensors)
+    for layer, part in mixtures(spec).items():
+        stem = f"layers.{layer}.{part.module}.experts"
+        for parameter, members in PARAMETERS.items() if part.interleaved else ():
+            names = [f"layers.{layer}.{n}" for e in range(part.experts) for n in part.names_of(e, parameter)]
+            found[f"{stem}.{parameter}"] = InterleavedStack(tuple(found.pop(name) for name in names), len(members))
+            biases = [found.pop(f"{stem}.{member}.bias") for member in members if part.bias]
+            if biases:
+                found[f"{stem}.{parameter}_bias"] = InterleavedBias(tuple(biases))
+    return found
+
+
+def from_gguf(name: str, tensor: GgufTensor, spec: ModelSpec) -> dict[str, GgufTensor] | None:
     """The experts that a tensor of a GGUF holds, or None if it holds none."""
     match = re.fullmatch(r"blk\.(\d+)\.(ffn_\w+_exps)\.weight", name)
-    if match is None or match[2] not in _GGUF_BACK or len(tensor.shape) != 3:
+    part = mixtures(spec).get(int(match[1])) if match else None
+    if match is None or part is None or match[2] not in _GGUF_BACK or len(tensor.shape) != 3:
         return None
+    members, found = _GGUF_BACK[match[2]], {}
     count, rows, width = tensor.shape
-    return {
-        f"layers.{match[1]}.mlp.experts.{expert}.{_GGUF_BACK[match[2]]}.weight": replace(
-            tensor, shape=(rows, width), blocks=tensor.blocks[expert * rows : (expert + 1) * rows]
-        )
-        for expert in range(count)
-    }
+    rows //= len(members)
+    for expert in range(count):
+        for place, member in enumerate(members):
+            first = (expert * len(members) + place) * rows
+            ours = f"layers.{match[1]}.{part.module}.experts.{expert}.{member}.weight"
+            found[ours] = replace(tensor, shape=(rows, width), blocks=tensor.blocks[first : first + rows])
+    return found
 
 
 def to_gguf(tensors: Mapping[str, RowSource], spec: ModelSpec) -> tuple[dict[str, RowSource], dict[str, RowSource]]:
     """Splits a model's tensors: those written as they are, by our names, and the experts' stacks, by GGUF's names."""
-    if not spec.experts:
-        return dict(tensors), {}
-    stacks: dict[str, RowSource] = {}
-    plain = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
-    for layer in range(len(spec.layers)):
+    plain, stacks = dict(tensors), dict[str, RowSource]()
+    for layer, part in mixtures(spec).items():
+        stem = f"layers.{layer}.{part.module}.experts"
         for projection, theirs in _GGUF.items():
-            names = [f"layers.{layer}.mlp.experts.{e}.{projection}.weight" for e in range(spec.experts)]
-            stacks[f"blk.{layer}.{theirs}.weight"] = Stack(tuple(tensors[name] for name in names))
+            names = [f"{stem}.{expert}.{projection}.weight" for expert in range(part.experts)]
+            stacks[f"blk.{layer}.{theirs}.weight"] = Stack(tuple(plain.pop(name) for name in names))
     return plain, stacks
 
 
 def paths_of(parameter: str) -> set[str]:
     """The projections that one of transformers' parameters holds; both are given by their paths."""
     module, _, name = parameter.rpartition(".")
-    return {f"{module.removesuffix('.experts')}.{projection}" for projection in PARAMETERS[name]}
+    return {f"{module}.{projection}" for projection in PARAMETERS[name]}
 
 
-def parameters_of(targets: tuple[str, ...]) -> list[str]:
-    """The parameters of transformers that the targets mean, which are names or paths."""
-    names = {target.removeprefix("mlp.") for target in targets}
-    return [parameter for parameter, projections in PARAMETERS.items() if set(projections) <= names]
+def target_parameters(spec: ModelSpec, targets: Collection[str]) -> list[str]:
+    """The parameters of transformers that the targets mean, which are paths, as PEFT's configuration names them."""
+    found = []
+    for part in dict.fromkeys(mixtures(spec).values()):
+        for parameter, members in PARAMETERS.items():
+            if {part.path(member) for member in members} <= set(targets):
+                found.append(f"{part.module}.experts.{parameter}")
+    return list(dict.fromkeys(found))
 
 
-def target_parameters(targets: tuple[str, ...]) -> list[str]:
-    """The same as PEFT's configuration names them."""
-    return [f"mlp.experts.{parameter}" for parameter in parameters_of(targets)]
+def wrapped_parameters(names: list[str]) -> list[str] | None:
+    """The parameters that PEFT's target_parameters mean, in the order in which they are wrapped; None if one of them is
+    unknown."""
+    found = {match[1] for n in names if (match := re.fullmatch(r"(?:.*\.)?(gate_up_proj|down_proj)", str(n)))}
+    known = all(re.fullmatch(r"(?:(?:.*\.)?experts\.)?(gate_up_proj|down_proj)", str(name)) for name in names)
+    return [parameter for parameter in PARAMETERS if parameter in found] if known else None
 
 
-def from_target_parameters(names: list[str]) -> tuple[str, ...] | None:
-    """The targets that PEFT's target_parameters mean, or None if one of them is unknown."""
-    found: list[str] = []
-    for name in names:
-        match = re.fullmatch(r"(?:(?:.*\.)?experts\.)?(gate_up_proj|down_proj)", str(name))
-        if match is None:
-            return None
-        found += PARAMETERS[match[1]]
-    return tuple(found)
-
-
-def adapters_to_peft(tensors: Mapping[str, torch.Tensor], targets: tuple[str, ...]) -> dict[str, torch.Tensor]:
+def adapters_to_peft(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A mixture's adapters under PEFT's names and in its layout. The parameter that is wrapped first, gate_up where
     there is one, is inside the other's wrapper."""
-    wrapped = parameters_of(targets)
+    matches = {name: match for name in tensors if (match := _adapter(name))}
+    both = len({match[2] for match in matches.values()}) == 2
     found = {}
     for name, value in tensors.items():
-        match = _adapter(name)
+        match = matches.get(name)
         if match is None:
             found[name] = value
             continue
-        inner = ".base_layer" if len(wrapped) == 2 and match[2] == wrapped[0] else ""
+        inner = ".base_layer" if both and match[2] == "gate_up_proj" else ""
         if match[3] == "B":  # [E, out, R] -> [out, R, E]
             value = value.permute(1, 2, 0).flatten(1)
         found[f"{match[1]}{inner}.lora_{match[3]}.weight"] = value.contiguous()
     return found
 
 
-def adapters_from_peft(
-    tensors: Mapping[str, torch.Tensor], targets: tuple[str, ...], rank: int
-) -> dict[str, torch.Tensor]:
-    wrapped = parameters_of(targets)
+def adapters_from_peft(tensors: Mapping[str, torch.Tensor], wrapped: list[str], rank: int) -> dict[str, torch.Tensor]:
+    """The reverse; `wrapped`: the parameters that have adapters (`wrapped_parameters`)."""
     found = {}
     for name, value in tensors.items():
-        match = re.fullmatch(r"(layers\.\d+\.mlp\.experts)(\.base_layer)?\.lora_([AB])\.weight", name)
+        match = re.fullmatch(r"(layers\.\d+\..+\.experts)(\.base_layer)?\.lora_([AB])\.weight", name)
         if match is None or not wrapped:
             found[name] = value
             continue
@@ -178,7 +268,7 @@ def adapters_from_peft(
 
 
 def _adapter(name: str) -> re.Match[str] | None:
-    return re.fullmatch(r"(layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)\.lora_([AB])\.weight", name)
+    return re.fullmatch(r"(layers\.\d+\..+\.experts)\.(gate_up_proj|down_proj)\.lora_([AB])\.weight", name)
 
 
 def is_expert_adapter(name: str) -> bool:
@@ -209,7 +299,7 @@ def adapters_to_gguf(name: str, value: torch.Tensor, spec: ModelSpec) -> dict[st
     assert match is not None
     projections, layer = PARAMETERS[match[2]], match[1].split(".")[1]
     if match[3] == "A":
-        parts = [value.unflatten(0, (spec.experts, -1))] * len(projections)
+        parts = [value.unflatten(0, (mixtures(spec)[int(layer)].experts, -1))] * len(projections)
     else:
         parts = list(value.chunk(len(projections), 1))
     stems = [f"blk.{layer}.{_GGUF[p]}.weight.lora_{match[3].lower()}" for p in projections]
@@ -221,8 +311,9 @@ def is_stacked(name: str) -> bool:
     return re.fullmatch(r"blk\.\d+\.ffn_(gate|up|down)_exps\.weight\.lora_[ab]", name) is not None
 
 
-def adapters_from_gguf(tensors: Mapping[str, GgufTensor], where: str) -> dict[str, torch.Tensor]:
-    """Our A's and B's from llama.cpp's stacks. Gate and up share one A here, so that two different ones are refused."""
+def adapters_from_gguf(tensors: Mapping[str, GgufTensor], where: str, module: str) -> dict[str, torch.Tensor]:
+    """Our A's and B's from llama.cpp's stacks. Gate and up share one A here, so that two different ones are refused.
+    `module`: that of the family's mixtures."""
     found = {}
     layers = dict.fromkeys(name.split(".")[1] for name in tensors if is_stacked(name))
     for layer in layers:
@@ -239,7 +330,7 @@ def adapters_from_gguf(tensors: Mapping[str, GgufTensor], where: str) -> dict[st
                     where=where,
                     fix="this cannot be loaded here",
                 )
-            stem = f"layers.{layer}.mlp.experts.{parameter}"
+            stem = f"layers.{layer}.{module}.experts.{parameter}"
             found[f"{stem}.lora_A.weight"] = downs[0].flatten(0, 1)
             found[f"{stem}.lora_B.weight"] = torch.cat([tensors[name].values() for name in b], 1)
     return found

@@ -23,7 +23,7 @@ from graftune.model.arena import Arena
 from graftune.model.families import family_of, with_text_values
 from graftune.model.frozen import RowSource
 from graftune.model.frozen.tensor_rows import NAMES, TensorRows
-from graftune.weights import rows, safetensors_io
+from graftune.weights import experts, rows, safetensors_io
 from graftune.weights.base import Base, open_base
 from graftune.weights.streamed import (
     UNWATCHED,
@@ -74,13 +74,12 @@ def write_model(
 ) -> None:
     """Weights by our names, the tokenizer and template of `base`, and `config`: written aside, read back, put in place.
     What is at `folder` is replaced."""
+    files = {name: rows.to_file(source, "folder", base.spec, name) for name, source in sources.items()}
+    stored = experts.to_folder(files, base.spec)
+    usual = Counter(dtypes.values()).most_common(1)[0][0]  # of stacks
     tensors = [
-        OutputTensor(
-            base.scheme.of(family_of(base.spec).to_folder(name)),
-            rows.to_file(source, "folder", base.spec, name),
-            NAMES[dtypes[name]],
-        )
-        for name, source in sources.items()
+        OutputTensor(base.scheme.of(family_of(base.spec).to_folder(name)), source, NAMES[dtypes.get(name, usual)])
+        for name, source in stored.items()
     ]
     carried = carried_outputs(base.carried_to("safetensors"))
     with new_folder(folder) as aside:

@@ -61,6 +61,9 @@ def with_uniform_rank(
         or (isinstance(named, list) and set(named) - listed)
     )
     listed &= words | found if partial else {*TARGETS} | found
+    # Beside experts, which have no adapters here, a name means the dense projections alone: give their paths.
+    nested = {path.rpartition(".")[2] for path in found if path.count(".") > 1}
+    listed = (listed - nested) | {path for path in found if path.rpartition(".")[2] in nested}
     others = {path for path in found if not {path, path.rpartition(".")[2]} & listed}
     targets = ordered_targets({*short_targets(others), *listed})
     if len(set(ranks.values())) == len(set(alphas.values())) == 1:

@@ -53,6 +53,11 @@ MODEL_TYPES = {family.hf_type: family for family in FAMILIES.values()}
 _NAMES = sorted({name for family in FAMILIES.values() for name in family.block_names})
 # The modules that a projection may be in, over all families.
 MODULES = modules_of(_NAMES)
+# The same without those inside another one (mlp.shared_expert is inside mlp): most families do not have them.
+_outermost = {
+    name: tuple(module for module in within if not any(module.startswith(f"{outer}.") for outer in within))
+    for name, within in MODULES.items()
+}
 # The norms of all families, by the last part of their names.
 NORMS = {
     name.rpartition(".")[2]
@@ -69,7 +74,7 @@ def short_targets(paths: Collection[str], modules: Mapping[str, Collection[str]]
     for path in paths:
         module, _, name = path.rpartition(".")
         found.setdefault(name, set()).add(module)
-    known = MODULES if modules is None else modules
+    known = _outermost if modules is None else modules
     whole = {name for name, within in found.items() if set(known.get(name, ())) <= within}
     return ordered_targets(whole | {path for path in paths if path.rpartition(".")[2] not in whole})
 

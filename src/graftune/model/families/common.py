@@ -16,10 +16,9 @@ import torch
 
 from graftune.errors import GraftuneError
 from graftune.model.families import rope
-from graftune.model.families.reading import ACTIVATIONS, MOST_EXPERTS, Config, Getter, check_supported
+from graftune.model.families.reading import ACTIVATIONS, Config, Getter, check_supported
 from graftune.model.feed_forward.experts import ExpertsSpec
 from graftune.model.feed_forward.gated import GatedSpec
-from graftune.model.feed_forward.router import RouterSpec
 from graftune.model.layer_spec import BranchPart, BranchSpec, LayerSpec, NormSpec
 from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.part import FeedForwardSpec, MixerSpec
@@ -82,8 +81,7 @@ class Family:
     pattern: int = 0  # alternate: every such layer has none
     local_rope: bool = False  # layers with a window have a rope of their own, which is never scaled
     partial_rope: bool = False  # rope may rotate a part of each head
-    experts_key: str = ""  # how many experts each layer has; "": the family is dense
-    expert_ffn_key: str = "intermediate_size"
+    experts_key: str = ""  # how many experts a mixture has; "": the family is dense
     keys: Mapping[str, str] = field(default_factory=dict)  # beside KEYS
     gguf_names: Mapping[str, str] = field(default_factory=dict)  # where GGUF's names are not those of BLOCK and TOP
     gguf_halves: Mapping[str, str] = field(default_factory=dict)  # GGUF's name of the second half of a tensor's rows
@@ -99,6 +97,11 @@ class Family:
     @property
     def hf_type(self) -> str:
         return self.model_type or self.name
+
+    @property
+    def experts_module(self) -> str:
+        """The module of its mixtures."""
+        return self.mlp
 
     @property
     def all_keys(self) -> dict[str, str]:
@@ -205,29 +208,13 @@ class Family:
         return [index >= first for index in range(layers)]
 
     def feed_forwards(self, get: Getter) -> list[tuple[FeedForwardSpec, ...]]:
-        """The parallel parts of each layer's feed-forward branch: a mixture comes before its shared expert."""
-        return [(self.feed_forward(get),)] * get.layers()
-
-    def feed_forward(self, get: Getter) -> FeedForwardSpec:
-        return self.experts(get) if self.experts_key else self.dense(get)
+        """The parallel parts of each layer's feed-forward branch."""
+        return [(self.dense(get),)] * get.layers()
 
     def dense(self, get: Getter) -> GatedSpec:
+        """The feed-forward of a layer without experts."""
         width, ffn = get.whole("hidden_size"), get.whole("intermediate_size")
         return GatedSpec(width, ffn, get.activation(), self.mlp, self.mlp_names)
-
-    def experts(self, get: Getter) -> ExpertsSpec:
-        config = get.config
-        if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-            raise GraftuneError("has experts in some layers only", where=get.where, fix="this variant is not supported")
-        key = next((key for key in ("num_experts", "num_local_experts") if key in config), self.experts_key)
-        count, chosen = get.whole(key), get.whole("num_experts_per_tok")
-        if not chosen <= count <= MOST_EXPERTS:
-            raise GraftuneError(f"chooses {chosen} of {count} experts", where=get.where, fix="download the model again")
-        width, ffn, router = get.whole("hidden_size"), get.whole(self.expert_ffn_key), self.router(get)
-        return ExpertsSpec(width, ffn, count, chosen, router, self.mlp, get.activation())
-
-    def router(self, get: Getter) -> RouterSpec:
-        return RouterSpec(normalised=bool(get.config.get("norm_topk_prob")))
 
     # Reading GGUF metadata
 
@@ -259,7 +246,6 @@ class Family:
             "rms_norm_eps": get.number("rms_norm_eps", 1e-5),
             "rope_theta": get.number("rope_theta", 10_000.0),
             "sliding_window": config.get("sliding_window"),
-            "norm_topk_prob": True,
         }
         head_width = self.head_width(Getter(config, where, spelled))
         rotated = metadata.get(f"{self.arch}.rope.dimension_count", head_width)
@@ -278,6 +264,7 @@ class Family:
     def config(self, spec: ModelSpec, where: str = "") -> dict[str, Any]:
         """The configuration that describes a spec, without the tokenizer's values."""
         attention, feed_forward = uniform(spec, where)
+        unit = feed_forward.activation if isinstance(feed_forward, GatedSpec) else feed_forward.unit
         full, local = self.written_ropes(spec)
         scaling = rope.written_scaling(full, where)
         windows = [0 if layer.mixer.attention is None else layer.mixer.attention.window for layer in spec.layers]
@@ -291,7 +278,7 @@ class Family:
             "num_attention_heads": attention.heads,
             "num_key_value_heads": attention.kv_heads,
             "head_dim": attention.head_width,
-            "hidden_act": "silu",
+            "hidden_act": next((theirs for theirs, ours in ACTIVATIONS.items() if ours == unit), "silu"),
             "rms_norm_eps": attention.norm_eps,
             "max_position_embeddings": spec.max_positions,
             "rope_theta": full.theta,
@@ -321,15 +308,6 @@ class Family:
             found["partial_rotary_factor"] = full.width / attention.head_width
         if full.scaling.kind == "longrope":
             found["original_max_position_embeddings"] = full.scaling.original_length
-        if isinstance(feed_forward, ExpertsSpec):
-            found |= {
-                self.experts_key: feed_forward.experts,
-                "num_experts_per_tok": feed_forward.chosen,
-                self.expert_ffn_key: feed_forward.ffn,
-                "norm_topk_prob": feed_forward.router.normalised,
-            }
-        else:
-            found["hidden_act"] = next(theirs for theirs, a in ACTIVATIONS.items() if a == feed_forward.activation)
         return found
 
     def written_ropes(self, spec: ModelSpec) -> tuple[RopeSpec, RopeSpec]:
@@ -347,12 +325,7 @@ class Family:
         finds it."""
         full, _ = self.written_ropes(spec)
         config = self.config(spec, where)
-        attention, feed_forward = uniform(spec, where)
-        if isinstance(feed_forward, ExpertsSpec) and not feed_forward.router.normalised:
-            raise GraftuneError(
-                "llama.cpp weighs the experts of this family so that they sum to one, which this model does not",
-                fix="export to merged or peft",
-            )
+        attention, _ = uniform(spec, where)
         found = {theirs: config[ours] for ours, theirs in self.all_keys.items() if config.get(ours) is not None}
         if config.get("rope_local_base_freq") == full.theta:
             del found["rope.freq_base_swa"]
@@ -423,15 +396,19 @@ def _renamed(name: str, stem: str, new_stem: str, block: Config, top: Config) ->
 
 
 def uniform(spec: ModelSpec, where: str) -> tuple[AttentionSpec, GatedSpec | ExpertsSpec]:
-    """The attention and the feed-forward that all layers share, windows and ropes apart: a file states them once."""
+    """The attention and the feed-forward that all layers share, windows and ropes apart: a file states them once. Of a
+    mixture it is the dense one, if some layers have it, or the experts."""
     mixers = [kind.mixer for kind in spec.kinds if isinstance(kind.mixer, AttentionSpec)]
-    feed_forwards = list(dict.fromkeys(kind.feed_forward for kind in spec.kinds))
+    parts = dict.fromkeys(part for kind in spec.kinds for part in kind.parts if isinstance(part, FeedForwardSpec))
+    feed_forwards = [part for part in parts if isinstance(part, GatedSpec | ExpertsSpec)]
     same = {replace(mixer, window=0, rope=mixers[0].rope) for mixer in mixers}
-    (feed_forward, *others) = feed_forwards
-    if len(same) != 1 or others or not isinstance(feed_forward, GatedSpec | ExpertsSpec):
+    kinds = {(type(part), part.module) for part in feed_forwards}
+    if len(same) != 1 or not len(kinds) == len(feed_forwards) == len(parts):
         raise GraftuneError(
             "its layers differ in size, which no configuration and no GGUF of its family can state",
             where=where,
             fix="export to peft or gguf-lora",
         )
-    return same.pop(), feed_forward
+    outer = min(len(part.module) for part in feed_forwards)  # a shared expert is inside the mixture's module
+    found = [part for part in feed_forwards if len(part.module) == outer]
+    return same.pop(), next((part for part in found if isinstance(part, GatedSpec)), found[0])

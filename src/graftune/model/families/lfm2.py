@@ -11,13 +11,13 @@ from typing import Any
 from graftune.errors import GraftuneError
 from graftune.model.families.common import Family
 from graftune.model.families.reading import Config, Getter
-from graftune.model.feed_forward.gated import GatedSpec
 from graftune.model.layer_spec import NormSpec
 from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.mixers.short_conv import ShortConvSpec
-from graftune.model.part import FeedForwardSpec, MixerSpec
+from graftune.model.part import MixerSpec
 from graftune.model.spec import ModelSpec
 
+FEED_FORWARD: dict[str, Any] = {"mlp": "feed_forward", "mlp_names": ("w1", "w3", "w2")}
 NAMES = {
     "operator_norm": "attn_norm",
     "conv.in_proj": "shortconv.in_proj",
@@ -62,11 +62,6 @@ class Lfm2(Family):
         attends = get.config.get("full_attn_idxs")
         layers = range(get.layers())
         return [attention if attends is None or index in attends else conv for index in layers]
-
-    def feed_forward(self, get: Getter) -> FeedForwardSpec:
-        found = super().feed_forward(get)
-        assert isinstance(found, GatedSpec)
-        return replace(found, module="feed_forward", names=("w1", "w3", "w2"))
 
     def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
         """A list of key heads has a zero for each layer without attention."""
@@ -147,6 +142,7 @@ LFM2 = (
         norms=("operator_norm", None, "ffn_norm", None),
         final_norm="embedding_norm",
         qk_norm=True,
+        **FEED_FORWARD,
         keys={"conv_L_cache": "shortconv.l_cache"},
         gguf_names=NAMES
         | {
@@ -170,6 +166,7 @@ LFM2 = (
         norms=("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"),
         final_norm="embedding_norm",
         qk_norm=True,
+        **FEED_FORWARD,
         local_rope=True,
         in_llama_cpp=False,
         gguf_names=NAMES

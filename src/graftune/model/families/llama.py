@@ -7,12 +7,12 @@ Ministral 3 scales queries by their position.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from graftune.model.families.common import Family
+from graftune.model.families.mixture import Mixture, numbered_from_folder, numbered_to_folder
 from graftune.model.families.reading import Config, Getter
 from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.part import MixerSpec
@@ -24,21 +24,17 @@ MINISTRAL3_ROPE = {
     "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16_384,
     "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
-_EXPERT_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's, and ours
 
 
 @dataclass(frozen=True)
-class Mixtral(Family):
+class Mixtral(Mixture):
     """Its folders have names of their own: layers.N.block_sparse_moe.experts.E.w1.weight, w3 and w2."""
 
     def to_folder(self, ours: str) -> str:
-        back = {name: theirs for theirs, name in _EXPERT_NAMES.items()}
-        name = re.sub(r"\.experts\.(\d+)\.(\w+)\.weight", lambda m: f".experts.{m[1]}.{back[m[2]]}.weight", ours)
-        return name.replace(".mlp.", ".block_sparse_moe.")
+        return numbered_to_folder(ours).replace(".mlp.", ".block_sparse_moe.")
 
     def from_folder(self, name: str) -> str:
-        name = name.replace(".block_sparse_moe.", ".mlp.")
-        return re.sub(r"\.experts\.(\d+)\.(w[123])\.", lambda m: f".experts.{m[1]}.{_EXPERT_NAMES[m[2]]}.", name)
+        return numbered_from_folder(name.replace(".block_sparse_moe.", ".mlp."))
 
 
 @dataclass(frozen=True)

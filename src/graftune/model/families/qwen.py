@@ -11,6 +11,7 @@ from typing import Any
 from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
 from graftune.model.families.common import Family
+from graftune.model.families.mixture import Mixture
 from graftune.model.families.reading import Config, Getter
 from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.mixers.gated_delta import DeltaHeads, GatedDeltaSpec
@@ -21,7 +22,7 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 
 @dataclass(frozen=True)
-class Qwen3Moe(Family):
+class Qwen3Moe(Mixture):
     def config(self, spec: ModelSpec, where: str = "") -> dict[str, Any]:
         return super().config(spec, where) | {"decoder_sparse_step": 1, "mlp_only_layers": []}
 

@@ -100,6 +100,9 @@ class ExpertsSpec(FeedForwardSpec):
     def active_values(self) -> int:
         return self.chosen * sum(out * into for out, into in self.projections.values())
 
+    def path(self, projection: str) -> str:
+        return f"{self.module}.experts.{projection}"
+
     def shape_of(self, parameter: str) -> tuple[int, int]:
         """(out, in) of one expert's share of a parameter."""
         shapes = [self.projections[member] for member in PARAMETERS[parameter]]

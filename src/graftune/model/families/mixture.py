@@ -1,0 +1,142 @@
+"""Families with mixtures of experts: which layers have one, the router, and a shared expert beside it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from graftune.errors import GraftuneError
+from graftune.model.families.common import Family
+from graftune.model.families.reading import MOST_EXPERTS, Config, Getter
+from graftune.model.feed_forward.experts import ExpertsSpec
+from graftune.model.feed_forward.gated import GatedSpec
+from graftune.model.feed_forward.router import RouterSpec
+from graftune.model.part import FeedForwardSpec
+from graftune.model.spec import ModelSpec
+
+SOFTMAX, SIGMOID = 1, 2  # llama.cpp's numbers
+GATING = "expert_gating_func"
+
+
+@dataclass(frozen=True)
+class Mixture(Family):
+    expert_ffn_key: str = "intermediate_size"
+    dense_key: str = ""  # how many of the first layers have no experts; "": all layers have them
+    shared: str = ""  # the module of the shared expert; "": there is none
+    shared_ffn_key: str = ""  # its width; "": as many times an expert's as `shared_count_key` says
+    shared_count_key: str = ""
+    shared_gate: bool = False  # whether the shared expert's output has a gate
+    score: str = "softmax"
+    selection_bias: str = ""
+    sum_eps: float = 0.0  # RouterSpec.eps
+    scale_key: str = ""  # RouterSpec.scale
+    llama_cpp_normalises: bool | None = True  # whether llama.cpp makes the weights sum to one; None: as the file says
+
+    # Reading a configuration
+
+    def feed_forwards(self, get: Getter) -> list[tuple[FeedForwardSpec, ...]]:
+        layers = get.layers()
+        dense = int(get.number(self.dense_key, 0)) if self.dense_key else 0
+        if not 0 <= dense <= layers:
+            raise get.refused("dense layers")
+        mixture = (self.experts(get), *((self.shared_expert(get),) if self.shared else ()))
+        return [*([(self.dense(get),)] * dense if dense else ()), *([mixture] * (layers - dense))]
+
+    def experts(self, get: Getter) -> ExpertsSpec:
+        config = get.config
+        if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+            raise GraftuneError("has experts in some layers only", where=get.where, fix="this variant is not supported")
+        if int(config.get("n_group") or 1) != 1:
+            raise GraftuneError("chooses experts by groups", where=get.where, fix="this variant is not supported")
+        key = next((key for key in ("num_experts", "num_local_experts") if key in config), self.experts_key)
+        count, chosen = get.whole(key), get.whole("num_experts_per_tok")
+        if not chosen <= count <= MOST_EXPERTS:
+            raise GraftuneError(f"chooses {chosen} of {count} experts", where=get.where, fix="download the model again")
+        width, ffn = get.whole("hidden_size"), get.whole(self.expert_ffn_key)
+        return ExpertsSpec(width, ffn, count, chosen, self.router(get), self.mlp, get.activation())
+
+    def router(self, get: Getter) -> RouterSpec:
+        return RouterSpec(
+            bool(get.config.get("norm_topk_prob")),
+            self.score,
+            selection_bias=self.selection_bias,
+            scale=get.number(self.scale_key, 1.0) if self.scale_key else 1.0,
+            eps=self.sum_eps,
+        )
+
+    def shared_expert(self, get: Getter) -> GatedSpec:
+        if self.shared_ffn_key:
+            ffn = get.whole(self.shared_ffn_key)
+        else:
+            ffn = get.whole(self.shared_count_key) * get.whole(self.expert_ffn_key)
+        return GatedSpec(get.whole("hidden_size"), ffn, get.activation(), self.shared, out_gate=self.shared_gate)
+
+    # Other files
+
+    def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
+        config = super().gguf_config(metadata, tensors, where)
+        if self.llama_cpp_normalises is not None:
+            return config | {"norm_topk_prob": self.llama_cpp_normalises}
+        return config | {"norm_topk_prob": bool(metadata.get(f"{self.arch}.expert_weights_norm"))}
+
+    def config(self, spec: ModelSpec, where: str = "") -> dict[str, Any]:
+        found, experts = super().config(spec, where), experts_of(spec)
+        parts = [part for kind in spec.kinds for part in kind.parts if isinstance(part, GatedSpec)]
+        shared = next((part for part in parts if part.module == self.shared), None)
+        found |= {
+            self.experts_key: experts.experts,
+            "num_experts_per_tok": experts.chosen,
+            self.expert_ffn_key: experts.ffn,
+            "norm_topk_prob": experts.router.normalised,
+        }
+        if self.dense_key:
+            found[self.dense_key] = sum(isinstance(layer.feed_forward, GatedSpec) for layer in spec.layers)
+        if self.scale_key:
+            found[self.scale_key] = experts.router.scale
+        if shared is not None:
+            key = self.shared_ffn_key or self.shared_count_key
+            found[key] = shared.ffn if self.shared_ffn_key else shared.ffn // experts.ffn
+        return found
+
+    def gguf_keys(self, spec: ModelSpec, where: str) -> dict[str, Any]:
+        router = experts_of(spec).router
+        if self.llama_cpp_normalises is not None and router.normalised != self.llama_cpp_normalises:
+            does = "sum to one" if self.llama_cpp_normalises else "are the probabilities themselves"
+            raise GraftuneError(
+                f"llama.cpp weighs the experts of this family so that they {does}, which this model does not",
+                fix="export to merged or peft",
+            )
+        found = super().gguf_keys(spec, where)
+        if router.score == "sigmoid":
+            found[GATING] = SIGMOID
+        return found | ({} if self.llama_cpp_normalises is not None else {"expert_weights_norm": router.normalised})
+
+    # Names of tensors
+
+    def to_folder(self, ours: str) -> str:
+        """The gate of a shared expert stands beside it in folders, and is a part of it here."""
+        name = super().to_folder(ours)
+        return name.replace(f".{self.shared}.gate.", f".{self.shared}_gate.") if self.shared_gate else name
+
+    def from_folder(self, name: str) -> str:
+        name = super().from_folder(name)
+        return name.replace(f".{self.shared}_gate.", f".{self.shared}.gate.") if self.shared_gate else name
+
+
+def experts_of(spec: ModelSpec) -> ExpertsSpec:
+    return next(part for kind in spec.kinds for part in kind.parts if isinstance(part, ExpertsSpec))
+
+
+_NUMBERED = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # an expert's projections in some folders, and ours
+
+
+def numbered_to_folder(ours: str) -> str:
+    """The name in a folder that calls the projections of an expert w1, w3 and w2."""
+    back = {name: theirs for theirs, name in _NUMBERED.items()}
+    return re.sub(r"\.experts\.(\d+)\.(\w+)\.", lambda match: f".experts.{match[1]}.{back[match[2]]}.", ours)
+
+
+def numbered_from_folder(name: str) -> str:
+    return re.sub(r"\.experts\.(\d+)\.(w[123])\.", lambda match: f".experts.{match[1]}.{_NUMBERED[match[2]]}.", name)
