@@ -16,7 +16,8 @@ from graftune.errors import GraftuneError
 from graftune.infer import generate as generating
 from graftune.infer.cache import Cache, CacheSize, Decode, Prefill
 from graftune.infer.generate import TokenStep, in_groups
-from graftune.infer.sample import Sampling, choose
+from graftune.infer.sample import Sampling
+from graftune.kernels import draw
 from graftune.model.families import from_config
 from tests.support import oracle, quantised, tiny
 from tests.support.generate import generate
@@ -99,8 +100,8 @@ def without_cache(
     found: oracle.Ours, text: list[int], start: int, sampling: Sampling, adapted: bool = True
 ) -> list[int]:
     """What generate should say after each of the text's tokens from `start` on, by one forward over the whole text."""
-    logits, generator = found.logits([text[:-1]], adapted=adapted), torch.Generator().manual_seed(sampling.seed)
-    return [int(choose(logits[at - 1 : at], sampling, generator)) for at in range(start, len(text))]
+    logits, at = found.logits([text[:-1]], adapted=adapted)[start - 1 :], torch.arange(start, len(text))
+    return draw.draw(logits, sampling.mode, sampling.settings(logits.device), at * 0, at).tokens.tolist()
 
 
 def test_cached_logits_equal_the_whole_texts(ours: oracle.Ours) -> None:

@@ -1,30 +1,20 @@
-"""Drawing tokens: the seed decides, the limits hold, and frequencies are those of the distribution."""
+"""The settings of a call: the seed decides, mistakes are refused. tests/kernels/test_draw_kernel.py draws."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import torch
 
 from graftune.errors import GraftuneError
-from graftune.infer.sample import Sampling, choose
+from graftune.infer.sample import Sampling
 from tests.support import oracle
 from tests.support.generate import generate
-
-LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 
 
 @pytest.fixture(scope="module")
 def ours(tiny_folder: Any) -> oracle.Ours:
     return oracle.ours(tiny_folder("qwen2"), random_b=False)
-
-
-def frequencies(draws: int = 20_000, **settings: Any) -> torch.Tensor:
-    """How often each token of LOGITS is drawn."""
-    rows = LOGITS.expand(draws, -1).clone()
-    chosen = choose(rows, Sampling(**settings), torch.Generator().manual_seed(0))
-    return torch.bincount(chosen, minlength=len(LOGITS)) / draws
 
 
 def test_the_seed_decides(ours: oracle.Ours) -> None:
@@ -44,37 +34,11 @@ def test_the_most_likely_only_is_greedy(ours: oracle.Ours) -> None:
         assert generate(ours.decoder, prompts, drawn, ()) == greedy
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_temperature(temperature: float) -> None:
-    want = torch.softmax(LOGITS / temperature, -1)
-    assert (frequencies(temperature=temperature) - want).abs().max() < 0.015
-
-
-def test_top_k() -> None:
-    want = torch.softmax(LOGITS[:3], -1)
-    got = frequencies(temperature=1.0, top_k=3)
-    assert (got[:3] - want).abs().max() < 0.015 and got[3:].sum() == 0
-    assert frequencies(temperature=1.0, top_k=100)[5] > 0, "more than there are: all"
-
-
-def test_top_p_keeps_the_token_that_crosses_the_line() -> None:
-    # Probabilities 0.56, 0.21, 0.12, ...: the first alone is short of 0.6, the first two are past it.
-    want = torch.softmax(LOGITS[:2], -1)
-    got = frequencies(temperature=1.0, top_p=0.6)
-    assert (got[:2] - want).abs().max() < 0.015 and got[2:].sum() == 0
-    assert frequencies(temperature=1.0, top_p=0.5)[0] == 1
-
-
-def test_both_limits_and_unsorted_logits() -> None:
-    rows = LOGITS.flip(0).expand(5000, -1).clone()
-    chosen = choose(rows, Sampling(temperature=1.0, top_k=3, top_p=0.9), torch.Generator().manual_seed(0))
-    assert set(chosen.tolist()) == {3, 4, 5}
-
-
-def test_choosing_leaves_the_logits_alone() -> None:
-    rows = LOGITS.expand(3, -1).clone()
-    choose(rows, Sampling(temperature=1.0, top_k=2, top_p=0.5), torch.Generator())
-    assert rows.equal(LOGITS.expand(3, -1))
+def test_greedy_whole_or_limited() -> None:
+    given = {"greedy": {}, "whole": {"temperature": 0.7}, "limited": {"temperature": 1.0, "top_p": 0.9}}
+    for mode, settings in given.items():
+        assert Sampling(**settings).mode == mode
+    assert Sampling(top_k=3).mode == "greedy" and Sampling(temperature=1.0, top_k=3).mode == "limited"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from graftune.data.pack import Capacities
-from graftune.kernels import gated_delta, rehearsal
+from graftune.kernels import draw, gated_delta, rehearsal
 from graftune.kernels.attention import Documents
 from graftune.plan import Setup, rehearse
 from graftune.settings.config import LoraConfig
@@ -84,8 +84,21 @@ def delta_rule(dtype: torch.dtype, launched: rehearsal.Launched) -> None:
         gated_delta.step_(q, k, v, decay, decay, meta(4096, 32, 128, 128, dtype=torch.float32), 1.0, v)
 
 
+def sampling(launched: rehearsal.Launched) -> None:
+    """Draws of 64 sequences over a vocabulary of 151,936 tokens."""
+
+    def meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=rehearsal.META)
+
+    with rehearsal.rehearsing(rehearsal.Rehearsal(rehearsal.Device("cuda"), launched=launched)):
+        for mode in (draw.GREEDY, draw.WHOLE, draw.LIMITED):
+            settings = draw.DrawSettings.of(1.0, 0, 1.0, 0, rehearsal.META)
+            draw.draw(meta(64, 151936, dtype=torch.float32), mode, settings, meta(64), meta(64))
+
+
 # Kernels that are launched without a step around them.
 ALONE = {
+    "sampling": sampling,
     "delta rule": lambda launched: delta_rule(torch.bfloat16, launched),
     "delta rule, fp32": lambda launched: delta_rule(torch.float32, launched),
 }

@@ -14,13 +14,15 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.graph import Captured
 from graftune.infer.cache import Cache, CacheSize, Decode, Prefill
-from graftune.infer.sample import Sampling, choose
+from graftune.infer.sample import Sampling
+from graftune.kernels import draw
 from graftune.model.decoder import Decoder
 
 
 class Token(NamedTuple):
     id: int
-    logprob: float | None = None  # of the model's own distribution: temperature, top-k and top-p left out
+    logprob: float = 0.0  # under the model: temperature, top-k and top-p left out
+    sampling_logprob: float = 0.0  # at the sampling temperature over the whole vocabulary; greedy: 0
 
 
 def rounds(
@@ -31,11 +33,12 @@ def rounds(
     *,
     adapted: bool = True,
     backend: str = "cpu",
-    logprobs: bool = False,
     ended: Collection[int] = (),
+    numbers: Sequence[int] | None = None,
 ) -> Iterator[dict[int, Token]]:
     """Yields one more token of every unfinished prompt, {prompt: token}, each round; a stop token is a prompt's last. A
-    prompt that the caller adds to `ended` between two rounds gets no more."""
+    prompt that the caller adds to `ended` between two rounds gets no more. `numbers`: the number of each sample, from
+    which and the seed its random numbers follow; else 0, 1, 2 ..."""
     for prompt in prompts:
         if not 0 < len(prompt) < decoder.spec.max_positions:
             raise GraftuneError(
@@ -46,7 +49,8 @@ def rounds(
     device, stops = decoder.device, set(stop_ids) | set(sampling.stop_ids)
     lengths = [len(p) for p in prompts]
     final_lengths = final_lengths_of(lengths, sampling.max_new_tokens, decoder.spec.max_positions)
-    generator = torch.Generator().manual_seed(sampling.seed)
+    settings, samples = sampling.settings(device), torch.tensor(numbers or range(len(prompts)), device=device)
+    positions = torch.tensor(lengths, device=device)
     cache = Cache(decoder.spec, lengths, max(final_lengths), device, decoder.compute, final_lengths)
     alive = list(range(len(prompts)))
     tokens = torch.tensor([t for p in prompts for t in p], device=device)
@@ -54,8 +58,9 @@ def rounds(
         logits = decoder.logits(prefill(decoder, tokens, lengths, cache, backend, adapted=adapted), adapted=adapted)
     step = TokenStep(decoder, cache, adapted=adapted, fixed=device.type == "cuda")
     while True:
-        chosen, scores = _next(logits, sampling, generator, logprobs)
-        fresh = {index: Token(*pair) for index, *pair in zip(alive, chosen.tolist(), scores, strict=True)}
+        drawn = draw.draw(logits, sampling.mode, settings, samples, positions)
+        chosen, positions = drawn.tokens, positions + 1
+        fresh = {index: Token(*one) for index, *one in zip(alive, *(x.tolist() for x in drawn), strict=True)}
         yield fresh
         for index in alive:
             lengths[index] += 1
@@ -70,18 +75,8 @@ def rounds(
             places = torch.tensor(going, device=device)
             alive = [alive[place] for place in going]
             step.keep(places)
-            chosen = chosen.index_select(0, places)
+            chosen, samples, positions = (x.index_select(0, places) for x in (chosen, samples, positions))
         logits = step(chosen)
-
-
-def _next(
-    logits: torch.Tensor, sampling: Sampling, generator: torch.Generator, logprobs: bool
-) -> tuple[torch.Tensor, list[float | None]]:
-    """The next token of each sequence [S], and its log-probability if requested."""
-    chosen = choose(logits, sampling, generator)
-    if not logprobs:
-        return chosen, [None] * len(chosen)
-    return chosen, torch.log_softmax(logits.float(), -1).gather(1, chosen[:, None]).squeeze(1).tolist()
 
 
 class TokenStep:

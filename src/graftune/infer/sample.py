@@ -1,4 +1,4 @@
-"""From logits to the next token: greedy, or temperature with top-k and top-p, from a seeded generator."""
+"""The settings of a call: greedy, or temperature with top-k and top-p, and the seed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from graftune.errors import GraftuneError
+from graftune.kernels import draw
 
 
 @dataclass(frozen=True)
@@ -34,19 +35,12 @@ class Sampling:
             if not ok:
                 raise GraftuneError(f"{name} is {getattr(self, name)}", fix=f"it must be {rule}")
 
+    @property
+    def mode(self) -> str:
+        """Which kernels draw (kernels/draw)."""
+        if self.temperature == 0:
+            return draw.GREEDY
+        return draw.LIMITED if self.top_k or self.top_p < 1 else draw.WHOLE
 
-def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> torch.Tensor:
-    """[B, V] -> [B]. Drawn on the CPU, so that a seed gives the same text on every device."""
-    if sampling.temperature == 0:
-        return logits.argmax(-1)
-    scores = logits.float().cpu() / sampling.temperature
-    if 0 < sampling.top_k < scores.shape[1]:
-        least = scores.topk(sampling.top_k, -1).values[:, -1:]
-        scores.masked_fill_(scores < least, float("-inf"))
-    if sampling.top_p < 1:
-        ordered, places = scores.sort(-1, descending=True)
-        probabilities = torch.softmax(ordered, -1)
-        before = probabilities.cumsum(-1) - probabilities  # the most likely token always stays
-        ordered.masked_fill_(before >= sampling.top_p, float("-inf"))
-        scores = torch.full_like(scores, float("-inf")).scatter(1, places, ordered)
-    return torch.multinomial(torch.softmax(scores, -1), 1, generator=generator).squeeze(1).to(logits.device)
+    def settings(self, device: torch.device) -> draw.DrawSettings:
+        return draw.DrawSettings.of(self.temperature, self.top_k, self.top_p, self.seed, device)

@@ -7,7 +7,7 @@ token: an incomplete character, and the beginning of a possible stop string, are
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -34,6 +34,8 @@ class Sample:
     tokens: list[int]  # as they were drawn, without the stop token
     logprobs: list[float] | None  # of each token under the model; None if not requested
     stopped: str  # stop: a stop token or string; length: max_new_tokens or the model's context
+    sampling_logprobs: list[float] | None = None  # at the sampling temperature over the whole vocabulary; greedy: 0
+    end: Token | None = None  # the stop token that ended it: `id`, `logprob`, `sampling_logprob`
 
 
 class Draft:
@@ -46,17 +48,17 @@ class Draft:
             tuple(stop),
             reads or bool(stop),
         )
-        self.tokens, self.logprobs = list[int](), list[float]()
+        self.drawn, self.tokens = list[Token](), list[int]()
+        self.end: Token | None = None
         self.text, self.shown, self.stopped = "", 0, ""
 
     def push(self, token: Token) -> str:
         """Take a token; returns the text that is certain now."""
         if token.id in self.stop_ids:
-            self.stopped = "stop"
+            self.stopped, self.end = "stop", token
             return self.finish()
+        self.drawn.append(token)
         self.tokens.append(token.id)
-        if token.logprob is not None:
-            self.logprobs.append(token.logprob)
         if not self.reads:
             return ""
         text = self.tokenizer.decode(self.tokens, skip_special=True)
@@ -76,7 +78,10 @@ class Draft:
         return self._new(self.text)
 
     def sample(self, logprobs: bool) -> Sample:
-        return Sample(self.text, self.tokens, self.logprobs if logprobs else None, self.stopped)
+        if not logprobs:
+            return Sample(self.text, self.tokens, None, self.stopped)
+        model, sampler = [one.logprob for one in self.drawn], [one.sampling_logprob for one in self.drawn]
+        return Sample(self.text, self.tokens, model, self.stopped, sampler, self.end)
 
     def _begun(self, text: str) -> int:
         """The number of characters at the end of the text that begin a stop string."""
@@ -108,12 +113,12 @@ def stream(
         for fresh in rounds(
             parts.decoder,
             [prompts[i] for i in group],
-            replace(sampling, seed=sampling.seed + group[0]),  # otherwise every group would draw the same numbers
+            sampling,
             ending,
             adapted=adapted,
             backend=parts.eager_attention,
-            logprobs=logprobs,
             ended=ended,
+            numbers=group,
         ):
             on_progress(group[-1] + 1 - len(fresh))
             for index, token in fresh.items():
