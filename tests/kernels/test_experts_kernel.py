@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from graftune.kernels import experts
-from graftune.kernels.experts import Starts, reference
+from graftune.kernels.experts import Starts, Terms, reference
 from tests.support.pairwise import pairwise
 
 COUNTS = [(5, 0, 70, 1), (0, 0, 3), (1,), (64, 64, 0, 0, 0, 33)]
@@ -22,23 +23,36 @@ def draw(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
     return torch.randn(*shape, device=device).to(dtype)
 
 
-@pairwise(("counts", COUNTS), ("depth, width", [(48, 40), (7, 4), (4, 130)]), ("dtype", CLOSE))
-def test_multiply(counts, depth, width, dtype, device, kernels_on):
-    starts = starts_of(counts, device)
+@pairwise(("counts", COUNTS), ("depth, width", [(48, 40), (7, 4), (4, 130)]), ("rank", [0, 3, 20]), ("dtype", CLOSE))
+def test_multiply(counts, depth, width, rank, dtype, device, kernels_on):
+    starts, tokens = starts_of(counts, device), 9
     x = draw(sum(counts), depth + 3, dtype=dtype, device=device)[:, :depth]
     weight = draw(len(counts), width, depth, dtype=dtype, device=device)
-    want = reference.multiply(x.float(), weight.float(), starts, None)
-    assert (experts.multiply(x, weight, starts).float() - want).abs().max() <= CLOSE[dtype] * want.abs().max()
-    bias = torch.randn(len(counts), width, device=device)
-    added = reference.multiply(x.float(), weight.float(), starts, bias)
-    assert (experts.multiply(x, weight, starts, bias).float() - added).abs().max() <= CLOSE[dtype] * added.abs().max()
+    assert close(experts.multiply(x, weight, starts), reference.multiply(x.float(), weight.float(), starts, Terms()))
     turned = weight.transpose(1, 2).contiguous().transpose(1, 2)
-    assert (experts.multiply(x, turned, starts).float() - want).abs().max() <= CLOSE[dtype] * want.abs().max()
-    y = draw(sum(counts), width, dtype=dtype, device=device)
-    after = y.clone()
-    experts.add_multiplied_(after, x, weight, starts, 0.5)
-    want = y.float() + 0.5 * want
-    assert (after.float() - want).abs().max() <= CLOSE[dtype] * want.abs().max()
+    x = draw(tokens, depth + 3, dtype=dtype, device=device)[:, :depth]
+    low = up = None
+    if rank:
+        low = draw(sum(counts), rank, dtype=dtype, device=device)
+        up = draw(len(counts), width, rank, dtype=dtype, device=device)
+    terms = Terms(torch.randint(tokens, (sum(counts),), device=device), None, low, up, 0.5)
+    exact = terms._replace(low=low if low is None else low.float(), up=up if up is None else up.float())
+    for bias in (None, torch.randn(len(counts), width, device=device)):
+        got = experts.multiply(x, turned, starts, terms._replace(bias=bias))
+        assert close(got, reference.multiply(x.float(), weight.float(), starts, exact._replace(bias=bias)))
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> bool:
+    return bool((got.float() - want).abs().max() <= CLOSE[got.dtype] * want.abs().max())
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+@pytest.mark.parametrize("dtype", CLOSE)
+def test_combine(weighed, dtype, device, kernels_on):
+    y, order = draw(35, 70, dtype=dtype, device=device), torch.randperm(35, device=device)
+    weights = torch.rand(7, 5, device=device) if weighed else None
+    places = order.view(7, 5)
+    assert close(experts.combine(y, places, weights), reference.combine(y.float(), places, weights))
 
 
 @pairwise(("counts", COUNTS), ("height, width", [(4, 48), (70, 3), (33, 16)]), ("dtype", CLOSE))
@@ -48,8 +62,17 @@ def test_add_products(counts, height, width, dtype, device, kernels_on):
     b = draw(sum(counts), width, dtype=dtype, device=device)
     total = torch.randn(len(counts), height, width, device=device)
     want = total.clone()
-    reference.add_products_(want, a.float(), b.float(), starts, 0.5)
+    reference.add_products_(want, a.float(), b.float(), starts, 0.5, None, None)
     experts.add_products_(total, a, b, starts, 0.5)
+    assert (total - want).abs().max() <= CLOSE[dtype] * want.abs().max()
+    few = draw(6, width, dtype=dtype, device=device)
+    rows = torch.randint(6, (sum(counts),), device=device)
+    experts.add_products_(total, a, few, starts, b_rows=rows)
+    reference.add_products_(want, a.float(), few.float(), starts, 1.0, None, rows)
+    assert (total - want).abs().max() <= CLOSE[dtype] * want.abs().max()
+    rows = rows.flip(0)
+    experts.add_products_(total.transpose(1, 2), few, a, starts, a_rows=rows)
+    reference.add_products_(want.transpose(1, 2), few.float(), a.float(), starts, 1.0, rows, None)
     assert (total - want).abs().max() <= CLOSE[dtype] * want.abs().max()
 
 
@@ -60,5 +83,5 @@ def test_no_row_is_left_or_touched_twice(device, kernels_on):
     starts = starts_of((3, 0, 65, 2), device)
     x, weight = torch.ones(70, 5, device=device), torch.ones(4, 6, 5, device=device)
     out = torch.full((71, 6), float("nan"), device=device)
-    kernel.launch_multiply(x, weight, starts.at, out[:70], 1.0, add=False)
+    kernel.launch_multiply(x, weight, starts.at, out[:70], Terms())
     assert bool((out[:70] == 5).all()) and bool(out[70].isnan().all())

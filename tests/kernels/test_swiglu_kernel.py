@@ -70,3 +70,16 @@ def test_far_gates_stay_finite(kernels_on, device, dtype, kind):
     close(out, torch.cat((rounded.sign().add(1) / 4, silu))[None], ROUNDED[dtype])
     swiglu.forward(gate_up, act.fill_(NAN), kind)
     close(act, silu[None] / 2, ROUNDED[dtype])
+
+
+@pytest.mark.parametrize("kind", swiglu.KINDS)
+@pytest.mark.parametrize("width", [37, 5000])
+def test_rows_with_weights(kind, width, device, kernels_on):
+    """In place, as a mixture's backward calls it."""
+    grad, gate_up = torch.randn(3, width, device=device), 4 * torch.randn(3, 2 * width, device=device)
+    weights = torch.rand(3, device=device)
+    out, act = torch.empty_like(gate_up), torch.empty_like(grad)
+    want = reference.backward(grad, gate_up, out, act, kind, weights)
+    got = swiglu.backward(grad, gate_up, gate_up, grad, kind, weights)
+    for ours, theirs in ((got, want), (gate_up, out), (grad, act)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

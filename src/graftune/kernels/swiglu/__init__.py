@@ -25,11 +25,16 @@ def forward(gate_up: torch.Tensor, act: torch.Tensor, kind: str = "silu") -> Non
 
 @launch.operation("gated unit")
 def backward(
-    grad: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: torch.Tensor, kind: str = "silu"
-) -> None:
+    grad: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: torch.Tensor, kind: str = "silu",
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor | None:  # fmt: skip
     """Write the gradient of gate_up [T, 2F] to `out` and the activation [T, F] to `act`.
+
+    With `weights` [T] (fp32, of a mixture's rows), the gradient of row t is weights[t] * grad[t], and the gradients of
+    the weights are returned: grad[t] times the activation, [T] fp32.
 
     On a GPU, `out` may be gate_up itself and `act` may be `grad`: the kernel reads each value before it writes it."""
     assert gate_up.shape == out.shape and grad.shape == act.shape and kind in KINDS
     assert grad.stride(1) == gate_up.stride(1) == out.stride(1) == act.stride(1) == 1
-    launch.implementation(reference, grad).backward(grad, gate_up, out, act, kind)
+    assert weights is None or (weights.shape == (len(grad),) and weights.is_contiguous())
+    return launch.implementation(reference, grad).backward(grad, gate_up, out, act, kind, weights)

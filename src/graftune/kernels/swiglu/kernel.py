@@ -13,7 +13,8 @@ import triton.language as tl
 
 from graftune.kernels import launch
 
-COLUMNS, WARPS = 4096, 8  # per program
+COLUMNS = 4096  # per program, at most
+EACH_WARP = 512  # columns
 
 
 @triton.jit
@@ -58,8 +59,8 @@ def _forward(gate_up_ptr, act_ptr, F, gate_up_stride, act_stride, KIND: tl.const
 
 @launch.kernel
 def _backward(
-    grad_ptr, gate_up_ptr, out_ptr, act_ptr, F, grad_stride, gate_up_stride, out_stride, act_stride,
-    KIND: tl.constexpr, BF: tl.constexpr,
+    grad_ptr, gate_up_ptr, out_ptr, act_ptr, weights_ptr, products_ptr, F, grad_stride, gate_up_stride, out_stride,
+    act_stride, KIND: tl.constexpr, BF: tl.constexpr, WEIGHED: tl.constexpr,
 ):  # fmt: skip
     """May work in place: a program writes only where it alone has read before."""
     row = tl.program_id(0).to(tl.int64)
@@ -70,6 +71,10 @@ def _backward(
     grad = tl.load(grad_ptr + row * grad_stride + cols, inside, other=0.0).to(tl.float32)
     value, slope = _act(gate, KIND)
     kind, factor = out_ptr.dtype.element_ty, _factor(up, KIND)
+    if WEIGHED:
+        product = tl.sum(grad * value * factor, 0)
+        tl.store(products_ptr + row * tl.num_programs(1) + tl.program_id(1), product)
+        grad *= tl.load(weights_ptr + row)
     grad_up = grad * value
     if KIND == "clamped":
         grad_up = tl.where(tl.abs(up) <= 7.0, grad_up, 0.0)
@@ -80,14 +85,31 @@ def _backward(
 
 def forward(gate_up: torch.Tensor, act: torch.Tensor, kind: str) -> None:
     tokens, width = act.shape
-    _forward[(tokens, triton.cdiv(width, COLUMNS))](
-        gate_up, act, width, gate_up.stride(0), act.stride(0), KIND=kind, BF=COLUMNS, num_warps=WARPS
+    columns = _columns(width)
+    _forward[(tokens, triton.cdiv(width, columns))](
+        gate_up, act, width, gate_up.stride(0), act.stride(0), KIND=kind, BF=columns, num_warps=_warps(columns)
     )
 
 
-def backward(grad: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: torch.Tensor, kind: str) -> None:
+def backward(
+    grad: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: torch.Tensor, kind: str,
+    weights: torch.Tensor | None,
+) -> torch.Tensor | None:  # fmt: skip
     tokens, width = grad.shape
-    _backward[(tokens, triton.cdiv(width, COLUMNS))](
-        grad, gate_up, out, act, width, grad.stride(0), gate_up.stride(0), out.stride(0), act.stride(0),
-        KIND=kind, BF=COLUMNS, num_warps=WARPS,
+    columns = _columns(width)
+    programs = triton.cdiv(width, columns)
+    products = None if weights is None else weights.new_empty(tokens, programs)
+    _backward[(tokens, programs)](
+        grad, gate_up, out, act, grad if weights is None else weights, grad if products is None else products, width,
+        grad.stride(0), gate_up.stride(0), out.stride(0), act.stride(0),
+        KIND=kind, BF=columns, WEIGHED=weights is not None, num_warps=_warps(columns),
     )  # fmt: skip
+    return None if products is None else products.sum(1)
+
+
+def _columns(width: int) -> int:
+    return min(launch.power_of_two(width), COLUMNS)
+
+
+def _warps(columns: int) -> int:
+    return max(1, columns // EACH_WARP)

@@ -33,9 +33,17 @@ def forward(gate_up: torch.Tensor, act: torch.Tensor, kind: str = "silu") -> Non
 
 
 def backward(
-    grad: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: torch.Tensor, kind: str = "silu"
-) -> None:
-    """Write the gradient of gate_up [T, 2F] to `out` and the activation [T, F] to `act`."""
+    grad: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: torch.Tensor, kind: str = "silu",
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor | None:  # fmt: skip
+    if weights is None:
+        _backward(grad, gate_up, out, act, kind)
+        return None
+    _backward(grad.mul(weights.to(grad.dtype).unsqueeze(1)), gate_up, out, act, kind)
+    return (grad * act).sum(1, dtype=torch.float32)
+
+
+def _backward(grad: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: torch.Tensor, kind: str) -> None:
     gate, up = gate_up.chunk(2, -1)
     width = gate.shape[-1]
     if kind == "clamped":

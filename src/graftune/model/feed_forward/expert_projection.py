@@ -1,5 +1,7 @@
 """The same projection of every expert: frozen weights and an adapter each, as grouped products over sorted rows.
 
+Where a kernel computes, x need not be sorted: `rows` [S] says which of its rows each sorted row is.
+
 Legend: E experts, S rows, R rank.
 """
 
@@ -13,7 +15,8 @@ import torch
 
 from graftune import spans
 from graftune.kernels import experts as grouped
-from graftune.kernels.experts import Starts
+from graftune.kernels.experts import Starts, Terms
+from graftune.kernels.experts.reference import add_terms_
 from graftune.model.frozen import Augmented, Frozen
 
 
@@ -26,12 +29,12 @@ class ExpertWeights(Protocol):
 
     @property
     def nbytes(self) -> int: ...
-    def matmul(self, x: torch.Tensor, starts: Starts, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [S, in] -> [S, out], a fresh tensor. `bias` [E, out] is added."""
+    def matmul(self, x: torch.Tensor, starts: Starts, terms: Terms) -> torch.Tensor:
+        """x [S, in] -> [S, out], a fresh tensor, with the terms added."""
         ...
 
-    def input_grad(self, grad: torch.Tensor, starts: Starts) -> torch.Tensor:
-        """grad [S, out] -> [S, in], a fresh tensor."""
+    def input_grad(self, grad: torch.Tensor, starts: Starts, terms: Terms) -> torch.Tensor:
+        """grad [S, out] -> [S, in], a fresh tensor, with the terms added."""
         ...
 
 
@@ -46,17 +49,18 @@ class Several:
     def nbytes(self) -> int:
         return sum(weight.nbytes for weight in self.weights)
 
-    def matmul(self, x: torch.Tensor, starts: Starts, bias: torch.Tensor | None) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor, starts: Starts, terms: Terms) -> torch.Tensor:
         out = x.new_empty(len(x), self.out_features)
         for expert, rows in starts.groups():
-            product = self.weights[expert].matmul(x[rows])
-            out[rows] = product if bias is None else product.add_(bias[expert])
+            out[rows] = self.weights[expert].matmul(x[rows])
+        add_terms_(out, starts, terms)
         return out
 
-    def input_grad(self, grad: torch.Tensor, starts: Starts) -> torch.Tensor:
+    def input_grad(self, grad: torch.Tensor, starts: Starts, terms: Terms) -> torch.Tensor:
         out = grad.new_empty(len(grad), self.in_features)
         for expert, rows in starts.groups():
             out[rows] = self.weights[expert].input_grad(grad[rows])
+        add_terms_(out, starts, terms)
         return out
 
 
@@ -72,11 +76,11 @@ class Stacked:
     def nbytes(self) -> int:
         return self.frozen.nbytes
 
-    def matmul(self, x: torch.Tensor, starts: Starts, bias: torch.Tensor | None) -> torch.Tensor:
-        return grouped.multiply(x, self._weight(), starts, bias)
+    def matmul(self, x: torch.Tensor, starts: Starts, terms: Terms) -> torch.Tensor:
+        return grouped.multiply(x, self._weight(), starts, terms)
 
-    def input_grad(self, grad: torch.Tensor, starts: Starts) -> torch.Tensor:
-        return grouped.multiply(grad, self._weight().transpose(1, 2), starts)
+    def input_grad(self, grad: torch.Tensor, starts: Starts, terms: Terms) -> torch.Tensor:
+        return grouped.multiply(grad, self._weight().transpose(1, 2), starts, terms)
 
     def _weight(self) -> torch.Tensor:
         return self.frozen.dense().unflatten(0, (self.experts, self.out_features))
@@ -102,37 +106,43 @@ class ExpertProjection:
     name: str = "product"  # of the operation, in a profile
     bias: torch.Tensor | None = None  # [E, out] fp32, frozen
 
-    def forward(self, x: torch.Tensor, starts: Starts, adapted: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(
+        self, x: torch.Tensor, starts: Starts, adapted: bool, rows: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x [S, in] -> (y [S, out], h [S, R] for the backward)."""
-        spans.product(self.name)
-        y = self.weights.matmul(x, starts, self.bias)
         spans.product("adapters")
-        h = self.low(x, starts, adapted)
+        h = self.low(x, starts, adapted, rows)
+        terms = Terms(rows, self.bias)
         if self.lora is not None and h is not None:
-            grouped.add_multiplied_(y, h, self.lora.up, starts, self.lora.scale)
-        return y, h
+            terms = terms._replace(low=h, up=self.lora.up, scale=self.lora.scale)
+        spans.product(self.name)
+        return self.weights.matmul(x, starts, terms), h
 
-    def low(self, x: torch.Tensor, starts: Starts, adapted: bool) -> torch.Tensor | None:
+    def low(
+        self, x: torch.Tensor, starts: Starts, adapted: bool, rows: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """The h of `forward` without its product."""
-        return grouped.multiply(x, self.lora.down, starts) if self.lora is not None and adapted else None
+        if self.lora is None or not adapted:
+            return None
+        return grouped.multiply(x, self.lora.down, starts, Terms(rows))
 
     def backward(
-        self, grad: torch.Tensor, h: torch.Tensor | None, starts: Starts
+        self, grad: torch.Tensor, h: torch.Tensor | None, starts: Starts, rows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """dY [S, out] -> (dX [S, in], g = s dY B [S, R] for `accumulate_grad`)."""
+        terms, g = Terms(rows), None
+        if self.lora is not None and h is not None:
+            spans.product("adapters")
+            g = grouped.multiply(grad, self.lora.up.transpose(1, 2), starts, terms).mul_(self.lora.scale)
+            terms = terms._replace(low=g, up=self.lora.down.transpose(1, 2))
         spans.product(self.name)
-        grad_x = self.weights.input_grad(grad, starts)
-        spans.product("adapters")
-        if self.lora is None or h is None:
-            return grad_x, None
-        g = grouped.multiply(grad, self.lora.up.transpose(1, 2), starts).mul_(self.lora.scale)
-        grouped.add_multiplied_(grad_x, g, self.lora.down.transpose(1, 2), starts, 1.0)
-        return grad_x, g
+        return self.weights.input_grad(grad, starts, terms), g
 
     def accumulate_grad(
-        self, grad: torch.Tensor, h: torch.Tensor | None, g: torch.Tensor | None, x: torch.Tensor, starts: Starts
-    ) -> None:
+        self, grad: torch.Tensor, h: torch.Tensor | None, g: torch.Tensor | None, x: torch.Tensor, starts: Starts,
+        grad_rows: torch.Tensor | None = None, x_rows: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Adds dB = s dY' h and dA = g' x."""
         if self.lora is not None and h is not None and g is not None:
-            grouped.add_products_(self.lora.grad_up, grad, h, starts, self.lora.scale)
-            grouped.add_products_(self.lora.grad_down, g, x, starts)
+            grouped.add_products_(self.lora.grad_up, grad, h, starts, self.lora.scale, a_rows=grad_rows)
+            grouped.add_products_(self.lora.grad_down, g, x, starts, b_rows=x_rows)

@@ -31,6 +31,7 @@ import torch
 from graftune import spans
 from graftune.errors import GraftuneError
 from graftune.kernels import launch, swiglu
+from graftune.kernels.experts import combine
 from graftune.model.context import PassContext
 from graftune.model.feed_forward.expert_projection import ExpertProjection
 from graftune.model.feed_forward.router import Routed, Router, RouterSpec
@@ -165,8 +166,7 @@ class Experts(FeedForward[ExpertsSaved]):
         routed = self.router.forward(normed)
         gate_up, h_gate_up = self._first(normed, routed, ctx)
         expert_out, h_down = self.down.forward(self._act(gate_up), routed.starts, ctx.adapted)
-        spans.operation("sum of experts")
-        return _weighted_sum(expert_out, routed), ExpertsSaved(gate_up, h_gate_up, h_down, routed)
+        return combine(expert_out, routed.places, routed.weights), ExpertsSaved(gate_up, h_gate_up, h_down, routed)
 
     def recompute(self, entry: PartInput, ctx: PassContext) -> ExpertsSaved:
         normed = entry.tensor()
@@ -191,8 +191,8 @@ class Experts(FeedForward[ExpertsSaved]):
         self, normed: torch.Tensor, routed: Routed, ctx: PassContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """gate_up [S, 2F] and its h."""
-        spans.operation("rows of experts")
-        return self.gate_up.forward(normed.index_select(0, routed.tokens), routed.starts, ctx.adapted)
+        x, rows = _rows_of(normed, routed)
+        return self.gate_up.forward(x, routed.starts, ctx.adapted, rows)
 
     def backward(
         self,
@@ -205,28 +205,27 @@ class Experts(FeedForward[ExpertsSaved]):
     ) -> torch.Tensor:
         gate_up, h_gate_up, h_down, routed = saved
         grad, normed = grad[:, : read.x.shape[1]], read.tensor()
-        spans.operation("rows of experts")
-        starts, tokens = routed.starts, routed.tokens
-        weights = _by_row(routed.weights, routed).to(grad.dtype).unsqueeze(1)
-        rows = grad.index_select(0, tokens)
-        grad_act, g = self.down.backward(rows, h_down, starts)
-        signals = grad_act.mul(weights)
-        in_place = launch.fused(signals)  # the kernel goes value by value
-        grad_gate_up, act = (gate_up, signals) if in_place else (torch.empty_like(gate_up), torch.empty_like(signals))
-        swiglu.backward(signals, gate_up, grad_gate_up, act, self.unit)
-        del signals
-        grad_weights = (grad_act * act).sum(1, dtype=torch.float32)
+        starts = routed.starts
+        weights = _by_row(routed.weights, routed)
+        grad_out, rows = _rows_of(grad, routed)
+        grad_act, g = self.down.backward(grad_out, h_down, starts, rows)
+        in_place = launch.fused(grad_act)  # the kernel goes value by value
+        grad_gate_up, act = (gate_up, grad_act) if in_place else (torch.empty_like(gate_up), torch.empty_like(grad_act))
+        grad_weights = swiglu.backward(grad_act, gate_up, grad_gate_up, act, self.unit, weights)
+        assert grad_weights is not None
         del grad_act
+        weights = weights.to(grad.dtype).unsqueeze(1)
         if h_down is not None and g is not None:
-            self.down.accumulate_grad(rows, h_down * weights, g * weights, act, starts)
-        del rows, act, g
+            self.down.accumulate_grad(grad_out, h_down * weights, g * weights, act, starts, grad_rows=rows)
+        del grad_out, act, g
 
         grad_rows, g = self.gate_up.backward(grad_gate_up, h_gate_up, starts)
         if h_gate_up is not None and g is not None:
-            self.gate_up.accumulate_grad(grad_gate_up, h_gate_up, g, normed.index_select(0, tokens), starts)
+            x, rows = _rows_of(normed, routed)
+            self.gate_up.accumulate_grad(grad_gate_up, h_gate_up, g, x, starts, x_rows=rows)
         del grad_gate_up
+        grad_normed = combine(grad_rows, routed.places)
         spans.operation("router")
-        grad_normed = grad_rows.index_select(0, routed.places.flatten()).view(*routed.places.shape, -1).sum(1)
         grad_choices = grad_weights[routed.places]
         if self.down.bias is not None:
             grad_choices += (grad.float() @ self.down.bias.t()).gather(1, routed.chosen)
@@ -238,7 +237,9 @@ def _by_row(values: torch.Tensor, routed: Routed) -> torch.Tensor:
     return torch.empty_like(values).view(-1).scatter_(0, routed.places.flatten(), values.flatten())
 
 
-def _weighted_sum(expert_out: torch.Tensor, routed: Routed) -> torch.Tensor:
-    """[S, D] -> [T, D]: each token's rows, weighed and added in the order of its choices."""
-    chosen = expert_out.index_select(0, routed.places.flatten()).view(*routed.places.shape, -1)
-    return torch.einsum("tk,tkd->td", routed.weights.to(expert_out.dtype), chosen)
+def _rows_of(x: torch.Tensor, routed: Routed) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The sorted rows of x [T, D]. Kernels gather them while they load; elsewhere they are copied."""
+    if launch.fused(x):
+        return x, routed.tokens
+    spans.operation("rows of experts")
+    return x.index_select(0, routed.tokens), None
