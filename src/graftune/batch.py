@@ -56,7 +56,13 @@ class Field:
         return rows if self.per == "label" else documents
 
 
-Ahead = Callable[[Sequence[Example]], Sequence[Example]]
+@dataclass(frozen=True)
+class Ahead:
+    """Other examples, made of all those of an optimizer step, whose sums the loss needs before its micro-batches."""
+
+    make: Callable[[Sequence[Example]], Sequence[Example]]
+    longest: Callable[[Sequence[Example]], int]  # an upper bound on the tokens of one, made of any of these examples
+    fields: tuple[Field, ...]  # of their batches
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,6 @@ class BatchLayout:
     # A number per example: those with the same number, which follow each other, stay together in one micro-batch. Set
     # from the data where a loss takes data of groups.
     groups: Callable[[Sequence[Example]], np.ndarray] | None = None
-    # Makes other examples of all those of an optimizer step, whose sums the loss needs before the step's micro-batches.
     ahead: Ahead | None = None
 
 

@@ -25,7 +25,7 @@ FROZEN = {
         --memory-share --method --metric --metric-goal --metric-records --metric-seconds --min-lr
         --new-tokens --no-any-base --no-append-eos --no-deterministic --no-graph --no-rslora --no-score
         --no-stop-on-warning --no-strict --no-train-norms --out --patience --print-config --profile-every
-        --prompt-form --quiet --rank --ratios --recompute --reference --resume --revision --rslora
+        --prompt-form --quiet --rank --ratios --recompute --reference --reference-pass --resume --revision --rslora
         --sample-every --sample-tokens --samples --save-every --save-minutes --schedule --score
         --score-records --seed --sft-share --shard-base --stop-on-warning --stop-within --strict --targets
         --temperature --template --template-vars --threads --tokens-per-micro-batch --tokens-per-step
@@ -48,7 +48,7 @@ FROZEN = {
         --keep-last --kl --label-smoothing --loss --lr --map --max-seq-len --max-steps --max-unpacked
         --memory --method --metric --metric-records --min-lr --new-tokens --no-any-base --no-append-eos
         --no-deterministic --no-graph --no-rslora --no-score --no-strict --no-train-norms --patience
-        --print-config --prompt-form --rank --ratios --recompute --reference --revision --rslora
+        --print-config --prompt-form --rank --ratios --recompute --reference --reference-pass --revision --rslora
         --sample-tokens --samples --save-every --save-minutes --schedule --score --score-records --seed
         --sft-share --shard-base --strict --targets --temperature --template --template-vars --threads
         --tokens-per-micro-batch --tokens-per-step --train-norms --train-on --train-reasoning
@@ -59,7 +59,8 @@ FROZEN = {
         --eval-data --eval-every --eval-examples --gamma --graph --init --init-scale --json --keep-last --kl
         --label-smoothing --loss --lr --map --max-seq-len --max-steps --max-unpacked --method --min-lr
         --new-tokens --no-any-base --no-append-eos --no-deterministic --no-graph --no-rslora --no-strict
-        --no-train-norms --patience --prompt-form --quiet --rank --ratios --recompute --reference --revision
+        --no-train-norms --patience --prompt-form --quiet --rank --ratios --recompute --reference
+        --reference-pass --revision
         --rslora --save-every --save-minutes --schedule --seed --sft-share --shard-base --steps --strict
         --targets --temperature --template --template-vars --threads --tokens-per-micro-batch
         --tokens-per-step --trace --train-norms --train-on --train-reasoning --undesirable-weight

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import queue
 from collections import deque
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -57,21 +56,20 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Mark:
     return main
 
 
-def test_a_slot_of_another_size_is_waited_for_before_its_memory_goes(no_cuda: Mark) -> None:
-    loop: Any = SimpleNamespace(free=queue.SimpleQueue(), copies=Mark(), device="cpu")
+def test_a_slot_is_used_again_for_batches_of_its_size(no_cuda: Mark) -> None:
+    """Micro-batches and the batches ahead of a step have slots of two sizes in turn."""
+    loop: Any = SimpleNamespace(free={}, copies=Mark(), device="cpu")
 
     def slot(tokens: int) -> Any:
         shape = BatchShape(tokens, 2, 4)
         return DevicePipeline._slot(loop, shape, BatchBuffer(shape).size)
 
     first = slot(64)
-    loop.free.put(first)
-    assert slot(64) is first and first.arrived.said == [("synchronize", None)] and not loop.copies.said
-    loop.free.put(first)
+    loop.free[len(first.host)].put(first)
     other = slot(32)
     assert other is not first and len(other.host) == BatchBuffer(BatchShape(32, 2, 4)).size
-    assert first.arrived.said[1:] == [("synchronize", None)], "its pinned memory was read until then"
-    assert loop.copies.said == [("wait", first.taken)], "and its copy on the device until then"
+    assert not first.arrived.said and slot(64) is first
+    assert first.arrived.said == [("synchronize", None)], "its pinned memory was read until then"
 
 
 def test_the_wait_for_a_device_that_is_behind_is_marked(no_cuda: Mark) -> None:

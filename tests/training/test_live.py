@@ -15,7 +15,11 @@ from benchmarks.floor import flops
 
 from graftune import spans
 from graftune.api import train
+from graftune.batch import Example
+from graftune.data.dataset import Dataset
+from graftune.data.encoded import Examples
 from graftune.data.pack import Capacities
+from graftune.data.pairs import PAIRS
 from graftune.errors import GraftuneError
 from graftune.losses import choose
 from graftune.model.families import from_config
@@ -140,7 +144,7 @@ class Profiling:
 
 @pytest.fixture
 def no_floor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(floors, "known", lambda session, shape: None)
+    monkeypatch.setattr(floors, "known", lambda session, shape, forwards: None)
 
 
 def test_a_pause_between_steps_is_no_part_of_a_steps_time(tmp_path: Path, monkeypatch, no_floor) -> None:
@@ -211,10 +215,9 @@ def test_the_line_says_why_there_is_no_floor(
 
 
 def test_a_short_captured_step_is_profiled_in_turns_with_steps_between(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(floors, "known", lambda session, shape: 2.0)
     monkeypatch.setattr(profiler, "turns_for", lambda *step: [StampTurn(0, 2), StampTurn(1, 2)])
     run = Profiling(tmp_path, monkeypatch, every=8, layers=2)
-    run.hook.captured = True
+    run.hook.captured, run.hook.floor_ms = True, 2.0
     timed: dict[int, StampTurn] = {}
     captured: set[StampTurn] = set()
     for step in range(1, 28):
@@ -361,9 +364,11 @@ def test_the_operations_of_a_step_are_those_of_its_floor(full: bool) -> None:
     }  # fmt: skip
     spec = from_config(settings, "tiny")
     lengths = (8, 24)
-    work = floor.Work(floor.layers_of(spec), (spec.vocab, spec.width), 32, 20, lengths, full=full)
-    wanted = flops(work, floor.plan(work))
-    assert StepFlops.of(spec, np.array(lengths), full=full)(32, 20) == pytest.approx(wanted)
+    for forwards in (0, 2):
+        work = floor.Work(floor.layers_of(spec), (spec.vocab, spec.width), 32, 20, lengths, forwards, full=full)
+        wanted = flops(work, floor.plan(work))
+        found = StepFlops.of(spec, np.array(lengths), full=full, forwards=forwards)(32, 20)
+        assert found == pytest.approx(wanted)
 
 
 def test_the_passes_of_a_reference_are_counted() -> None:
@@ -379,19 +384,27 @@ def test_the_passes_of_a_reference_are_counted() -> None:
     weights = counted(full=True) - counted()
     attention = (counted() - 2 * weights) / 7
     assert attention > 0 and counted(forwards=3) - counted() == pytest.approx(3 * (weights + 2 * attention))
-    assert [choose(TrainConfig(loss=name)).forwards for name in ("simpo", "dpo", "kto")] == [0, 1, 3]  # type: ignore[arg-type]
+    data = Dataset.of([Example([1, 2], [False, True], group=i // 2) for i in range(4)], kind=PAIRS).examples
+    held = {"": data, "stored": Examples(data.store.with_reference("base", per_token=False))}
+    for stored, want in (("", [0, 1, 3]), ("stored", [0, 0, 2])):
+        found = []
+        for name in ("simpo", "dpo", "kto"):
+            loss = choose(TrainConfig(loss=name))  # type: ignore[arg-type]
+            loss.data = PAIRS
+            found.append(loss.forwards(loss.layout(held[stored])))
+        assert found == want
 
 
 def test_a_floor_is_kept_for_its_card_model_and_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAFTUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(floors, "lacks", lambda session: "")
-    monkeypatch.setattr(floors, "key_of", lambda session, shape: f"{session}-{shape.capacity}")
+    monkeypatch.setattr(floors, "key_of", lambda session, shape, forwards: f"{session}-{shape.capacity}")
     monkeypatch.setattr(floor, "measured", lambda work, device, say: (3.5, "measured"))
     shape = Capacities(64, 4, 32, 16)
     session: Any = "card and model"
-    assert floors.known(session, shape) is None
-    key, console, nothing = floors.key_of(session, shape), Console(quiet=True), Any
-    assert floors.measured(key, nothing, nothing, console) == 3.5 == floors.known(session, shape)  # type: ignore[arg-type]
-    assert floors.known(session, shape._replace(capacity=128)) is None and floors.known(session, None) is None
+    assert floors.known(session, shape, 0) is None
+    key, console, nothing = floors.key_of(session, shape, 0), Console(quiet=True), Any
+    assert floors.measured(key, nothing, nothing, console) == 3.5 == floors.known(session, shape, 0)  # type: ignore[arg-type]
+    assert floors.known(session, shape._replace(capacity=128), 0) is None and floors.known(session, None, 0) is None
     (tmp_path / "floors.json").write_text('{"card and model-64": "fast"}')
-    assert floors.known(session, shape) is None, "a damaged file"
+    assert floors.known(session, shape, 0) is None, "a damaged file"

@@ -14,6 +14,7 @@ per array, which takes a folder that is never whole in one rename; a database, w
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import json
@@ -69,6 +70,11 @@ def dtype_of(name: str, vocabulary: int) -> np.dtype[Any]:
 class TokenStore:
     """The arrays of one file. Raises DamagedStore."""
 
+    # log p under a loss's reference model (base or start): one number per example, or one per token. They are not in
+    # the file (session/references.py).
+    reference: np.ndarray | None = None
+    reference_model = ""
+
     def __init__(self, content: Any):
         """`content`: a map of the file, or its bytes."""
         if len(content) < len(MAGIC) + TRAILER.size:
@@ -91,6 +97,14 @@ class TokenStore:
                 return TokenStore(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
             except ValueError:  # an empty file cannot be mapped
                 raise DamagedStore from None
+
+    def with_reference(self, model: str, *, per_token: bool) -> TokenStore:
+        """The same store with a column for log-probabilities of a reference model, which are not known yet (NaN)."""
+        made = copy.copy(self)
+        made.reference_model = model
+        count, kind = (int(self.counts.sum()), np.float32) if per_token else (len(self.counts), np.float64)
+        made.reference = np.full(count, np.nan, kind)
+        return made
 
     @functools.cached_property
     def counts(self) -> np.ndarray:
@@ -294,6 +308,29 @@ def numbers_of(examples: Sequence[Example], name: str, missing: float) -> np.nda
     else:
         found = np.array([_single(e, name) for e in examples], dtype=np.float64)
     return np.where(np.isnan(found), missing, found)
+
+
+def reference_model_of(examples: Sequence[Example]) -> str:
+    """The reference model whose log-probabilities the examples have; empty if they have none."""
+    return examples.store.reference_model if isinstance(examples, Examples) else ""
+
+
+def references_of(examples: Sequence[Example]) -> np.ndarray:
+    """log p of each example under the reference model."""
+    assert isinstance(examples, Examples) and examples.store.reference is not None
+    return examples.store.reference[examples.stored]
+
+
+def token_references_of(examples: Sequence[Example]) -> np.ndarray:
+    """log p of every token under the reference model, one example after the other; 0 where it is not trained."""
+    assert isinstance(examples, Examples) and examples.store.reference is not None
+    return examples.store.reference[token_places(examples)]
+
+
+def token_places(examples: Examples) -> np.ndarray:
+    """The place in the store of every token, one example after the other."""
+    counts, starts = examples.column("count"), examples.store.starts[examples.stored]
+    return np.arange(int(counts.sum())) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
 
 
 def kind_of(examples: Sequence[Example]) -> str | None:

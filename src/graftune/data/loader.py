@@ -17,7 +17,16 @@ from typing import Any
 
 from graftune.batch import PLAIN, BatchLayout, Example, PackedBatch
 from graftune.data.encoded import lengths_of, responses_of, take
-from graftune.data.pack import Capacities, capacities, divided, pack, pack_ahead, pack_nothing, plan_epoch
+from graftune.data.pack import (
+    Capacities,
+    ahead_capacities,
+    capacities,
+    divided,
+    pack,
+    pack_ahead,
+    pack_nothing,
+    plan_epoch,
+)
 from graftune.ranks import WHOLE, Share
 
 
@@ -47,6 +56,7 @@ class Loader:
         self.shares = self.responses if layout.shares is None else layout.shares(examples)
         self.groups = None if layout.groups is None else layout.groups(examples)
         self._limits: Capacities | None = None
+        self.ahead_shape: Capacities | None = None  # of the batches ahead of a step, once the shapes are fixed
         self._planned: tuple[int, list[list[list[int]]]] | None = None
         self._steps: dict[int, int] = {}
 
@@ -86,6 +96,8 @@ class Loader:
         """What holds every micro-batch of the first `epochs` epochs; fixes the shapes."""
         bins = (indices for epoch in range(epochs) for step in self.plan(epoch) for indices in step)
         self._limits = capacities(bins, self.lengths, self.responses)
+        if self.layout.ahead is not None:
+            self.ahead_shape = ahead_capacities(self._limits, self.layout.ahead.longest(self.examples))
         return self._limits
 
     def epoch(
@@ -118,5 +130,6 @@ class Loader:
         if self.layout.ahead is not None:
             # In the order of the data, which does not depend on how the step is divided.
             whole = take(self.examples, sorted(itertools.chain.from_iterable(step)))
-            packed[0].ahead = pack_ahead(whole, self.layout, self.micro_capacity, self.share)
+            shape = self.ahead_shape if self.fixed else None
+            packed[0].ahead = pack_ahead(whole, self.layout, self.micro_capacity, self.share, shape)
         return [stage(batch) for batch in packed]

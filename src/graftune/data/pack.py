@@ -28,7 +28,7 @@ import torch
 
 from graftune.arithmetic import ceil_div
 from graftune.batch import PLAIN, BatchLayout, Example, PackedBatch
-from graftune.data.encoded import flat, lengths_of
+from graftune.data.encoded import flat, lengths_of, responses_of
 from graftune.ranks import Share
 
 LOOK_AHEAD = 64
@@ -119,6 +119,20 @@ def bins_in_order(examples: Sequence[Example], capacity: int, layout: BatchLayou
     return [members(units, indices) for indices in bins]
 
 
+def bins_within(examples: Sequence[Example], most: Capacities) -> list[list[int]]:
+    """The same in batches of a fixed shape, which bounds documents and response rows too."""
+    bins, tokens, docs, rows = list[list[int]](), 0, 0, 0
+    sizes = zip(lengths_of(examples).tolist(), responses_of(examples).tolist(), strict=True)
+    for index, (length, responses) in enumerate(sizes):
+        tokens, docs, rows = tokens + length, docs + 1, rows + responses
+        padding = ceil_div(most.capacity - tokens, most.longest)
+        if not bins or tokens > most.capacity or rows > most.max_rows or docs + padding > most.max_docs:
+            bins.append([])
+            tokens, docs, rows = length, 1, responses
+        bins[-1].append(index)
+    return bins
+
+
 class _Step:
     """The bins of one step while they are filled, and how many more tokens the step takes."""
 
@@ -203,8 +217,7 @@ def pack(
     tokens, supervised = flat(examples)
     bounds = np.concatenate([[0], np.cumsum(counts)])
     positions = np.arange(total) - np.repeat(bounds[:-1], counts)
-    supervised[bounds[:-1]] = False  # nothing before a document's first token predicts it
-    targets = np.flatnonzero(supervised)
+    targets = _targets(supervised, bounds)
     rows, labels = targets - 1, tokens[targets]
     real = len(targets)
     extra = {field.name: field.read(examples) for field in layout.fields}
@@ -239,6 +252,18 @@ def pack(
     )
 
 
+def targets_of(examples: Sequence[Example]) -> np.ndarray:
+    """The places of the trained tokens among all tokens, end to end, as `pack` has them."""
+    if not examples:
+        return np.zeros(0, np.int64)
+    return _targets(flat(examples)[1], np.concatenate([[0], np.cumsum(lengths_of(examples))]))
+
+
+def _targets(supervised: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    supervised[bounds[:-1]] = False  # nothing before a document's first token predicts it
+    return np.flatnonzero(supervised)
+
+
 def pack_nothing(
     layout: BatchLayout = PLAIN,
     *,
@@ -265,15 +290,25 @@ def pack_nothing(
 
 
 def pack_ahead(
-    examples: Sequence[Example], layout: BatchLayout, capacity: int, share: Share
+    examples: Sequence[Example], layout: BatchLayout, capacity: int, share: Share, shape: Capacities | None = None
 ) -> tuple[PackedBatch, ...]:
-    """This rank's batches, of exact shapes, of what the layout's `ahead` makes of all examples of a step. All ranks
-    have equally many."""
-    assert layout.ahead is not None
-    made = layout.ahead(examples)
-    bins = bins_in_order(made, capacity, layout)
-    mine = divided(bins, lengths_of(made), share)
+    """This rank's batches of what the layout's `ahead` makes of all examples of a step, of exact shapes or of this one.
+    All ranks have equally many."""
+    ahead = layout.ahead
+    assert ahead is not None
+    made, own = ahead.make(examples), BatchLayout(fields=ahead.fields)
+    bins = bins_in_order(made, capacity, own) if shape is None else bins_within(made, shape)
+    fixed = {} if shape is None else shape._asdict()
     return tuple(
-        pack([made[index] for index in bins[number]], layout=layout) if number < len(bins) else pack_nothing(layout)
-        for number in mine
+        pack([made[index] for index in bins[number]], layout=own, **fixed)
+        if number < len(bins)
+        else pack_nothing(own, **fixed)
+        for number in divided(bins, lengths_of(made), share)
     )
+
+
+def ahead_capacities(shape: Capacities, longest: int) -> Capacities:
+    """The shape of batches of examples ahead of up to `longest` tokens, beside micro-batches of this shape."""
+    longest = _up(longest)
+    tokens = max(shape.capacity, longest)
+    return Capacities(tokens, shape.max_docs + ceil_div(tokens, longest), shape.max_rows, longest)

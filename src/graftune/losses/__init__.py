@@ -13,7 +13,16 @@ from graftune.losses import policy
 from graftune.losses import preference as pairs
 from graftune.losses.anchored import Anchored
 from graftune.losses.cross_entropy import CrossEntropy
-from graftune.losses.interface import Computed, LogProbLoss, Loss, checked, reference_log_probs, sums_ahead
+from graftune.losses.interface import (
+    Computed,
+    LogProbLoss,
+    Loss,
+    checked,
+    reference_log_probs,
+    reference_of,
+    stores_reference,
+    sums_ahead,
+)
 from graftune.losses.kto import Kto, KtoZero
 from graftune.settings.config import LOSS_SETTINGS, TrainConfig
 
@@ -32,25 +41,29 @@ __all__ = [
     "checked",
     "choose",
     "reference_log_probs",
+    "reference_of",
+    "stores_reference",
     "sums_ahead",
 ]
 
 
 class LossRow(NamedTuple):
     make: Callable[..., Loss]
-    settings: tuple[str, ...] = ()  # those that it uses, as arguments of `make`; others are refused if they are set
+    # Those that it uses, as arguments of `make` (but for reference_pass); others are refused if they are set.
+    settings: tuple[str, ...] = ()
     beta: float = 0.0  # unless it is set
     lr: float | None = None  # unless it is set; None: by the size of the model (settings/auto.py)
     clip_high: float = 0.0  # unless it is set
 
 
 _BETA, _LR = 0.1, 1e-5
-_PAIR = ("beta", "sft_share", "reference")
-_RATED = ("beta", "desirable_weight", "undesirable_weight", "reference")
-_POLICY = ("divide", "divide_by", "ratios", "kl", "temperature", "reference")
+_COMPARED = ("reference", "reference_pass")
+_PAIR = ("beta", "sft_share", *_COMPARED)
+_RATED = ("beta", "desirable_weight", "undesirable_weight", *_COMPARED)
+_POLICY = ("divide", "divide_by", "ratios", "kl", "temperature", *_COMPARED)
 LOSSES: dict[str, LossRow] = {
     "cross_entropy": LossRow(CrossEntropy),
-    "anchored": LossRow(Anchored, ("anchor",)),
+    "anchored": LossRow(Anchored, ("anchor", "reference_pass")),
     "dpo": LossRow(pairs.Dpo, _PAIR, _BETA, _LR),
     "dpo_norm": LossRow(pairs.DpoNorm, _PAIR, _BETA, _LR),
     "ipo": LossRow(pairs.Ipo, _PAIR, _BETA, _LR),
@@ -77,7 +90,7 @@ def choose(settings: TrainConfig) -> Loss:
                 f"{setting} is set and loss is {name}, which does not use it",
                 fix=f"leave {setting} out, or set loss to {users}",
             )
-    values = {setting: getattr(settings, setting) for setting in row.settings}
+    values = {setting: getattr(settings, setting) for setting in row.settings if setting != "reference_pass"}
     values |= {name: values[name] or getattr(row, name) for name in ("beta", "clip_high") if name in values}
     loss = row.make(**values)
     if loss.reference == "base" and settings.method != "lora":

@@ -41,11 +41,17 @@ class Answers(NamedTuple):
 
 
 def answers_of(log_probs: torch.Tensor, reference: torch.Tensor | None, batch: PackedBatch) -> Answers:
-    """log p(label) [R] of the model and of the reference model -> sums over answers."""
-    trained, document = batch.extra["trained"], batch.extra["document"]
-    log_p = torch.zeros_like(trained).index_add(0, document, log_probs)
-    log_ratio = log_p if reference is None else torch.zeros_like(trained).index_add(0, document, log_probs - reference)
-    return Answers(log_p, log_ratio, trained.clamp(min=1.0), (trained > 0).float())
+    """log p(label) [R] of the model, and log p of each answer [A] of the reference model -> sums over answers."""
+    trained, log_p = batch.extra["trained"], per_answer(log_probs, batch)
+    log_ratio = log_p if reference is None else log_p - reference
+    return Answers(log_p.float(), log_ratio.float(), trained.clamp(min=1.0), (trained > 0).float())
+
+
+def per_answer(log_probs: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """The sum over each answer [A] of a number per label [R]. It is fp64, since two large sums are subtracted from each
+    other: in fp32 a small log ratio of long answers would be rounding alone."""
+    sums = torch.zeros_like(batch.extra["trained"], dtype=torch.float64)
+    return sums.index_add(0, batch.extra["document"], log_probs.double())
 
 
 def layout_of(members: int, *fields: Field, ahead: Ahead | None = None) -> BatchLayout:

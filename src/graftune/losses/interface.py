@@ -17,18 +17,32 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
+from graftune import spans
 from graftune.batch import PLAIN, BatchLayout, Example, Field, PackedBatch
-from graftune.data.encoded import groups_of, has_weights, kind_of, weight_sums_of, weights_of
+from graftune.data.encoded import (
+    groups_of,
+    has_weights,
+    kind_of,
+    reference_model_of,
+    references_of,
+    token_references_of,
+    weight_sums_of,
+    weights_of,
+)
 from graftune.data.kind import ANSWERS, DataKind
 from graftune.errors import GraftuneError
 from graftune.kernels import rehearsal
 from graftune.kernels.rehearsal import LOGITS
+from graftune.losses.answers import per_answer
 from graftune.model.context import PassContext
 from graftune.model.decoder import Decoder
 from graftune.model.head import Output
 from graftune.model.start import Start
 
 # The loss is divided by the sum of weights: a weight is a token's share in the step, not a factor of the step's size.
+# Stored log-probabilities of a reference model, under a name of its own: a batch that has those of the base is also
+# read by losses that compare with the start, or with nothing.
+_STORED = {"base": "base_log_probs", "start": "start_log_probs"}
 WEIGHTED = BatchLayout(fields=(Field("weights", torch.float32, weights_of),), shares=weight_sums_of)
 
 
@@ -46,9 +60,13 @@ class Loss(ABC):
     figures: tuple[str, ...] = ()  # names of what it reports besides its value; `means` computes them from sums
     # Which of them may choose the best checkpoint (the setting `best`), and which direction is better.
     better: Mapping[str, Literal["higher", "lower"]] = {}
-    # The reference model whose log-probabilities it needs, at one more forward pass per micro-batch: the model with
-    # adapters off (base), or with the trainable weights of the start of the run (start). "": none.
+    # The reference model whose log-probabilities it needs: the model with adapters off (base), or with the trainable
+    # weights of the start of the run (start). "": none. They are stored with the data before the first step, or are
+    # computed in one more forward pass per micro-batch (the setting reference_pass).
     reference: Literal["", "base", "start"] = ""
+    # Whether it needs them for each label, or only their sum over each document. The sum needs losses/answers.py's
+    # fields in the layout.
+    reference_per: Literal["label", "document"] = "label"
 
     data: DataKind = ANSWERS  # the kind of data that it takes
     temperature: float = 1.0  # divides the logits, of the reference model too
@@ -61,11 +79,10 @@ class Loss(ABC):
         """How many sums it returns as `Computed.figures`; they are added over micro-batches and ranks."""
         return len(self.figures)
 
-    @property
-    def forwards(self) -> int:
-        """Forward passes over a step's tokens besides the one that is trained."""
-        models = 2 if self.reference else 1
-        return models - 1 + (models if self.ahead else 0)
+    def forwards(self, layout: BatchLayout) -> int:
+        """Forward passes over a step's tokens besides the one that is trained, for batches of this layout."""
+        models, computed = 2 if self.reference else 1, bool(self.reference) and not stores_reference(layout)
+        return computed + (models if self.ahead else 0)
 
     def means(self, sums: torch.Tensor, divisor: torch.Tensor | float) -> torch.Tensor:
         """The figures, from the sums [sums] over an optimizer step or an evaluation. By default each sum is divided as
@@ -74,16 +91,22 @@ class Loss(ABC):
 
     def fields_of(self, examples: Sequence[Example]) -> BatchLayout:
         """The fields of a batch of these examples besides the labels, and the divisor of the loss. `layout` adds the
-        groups of the data."""
+        groups of the data and the stored log-probabilities of the reference model."""
         return WEIGHTED if has_weights(examples) else PLAIN
 
     def layout(self, examples: Sequence[Example]) -> BatchLayout:
-        """`fields_of` with the groups of the data. Refuses data of another kind."""
+        """`fields_of` with what does not depend on the formula. Refuses data of another kind."""
         self.check_kind(kind_of(examples))
+        layout = self.fields_of(examples)
+        if self.reference and reference_model_of(examples) == self.reference:
+            per_token = self.reference_per == "label"
+            read, dtype = (token_references_of, torch.float32) if per_token else (references_of, torch.float64)
+            field = Field(_STORED[self.reference], dtype, read, self.reference_per)
+            layout = replace(layout, fields=(*layout.fields, field))
         if self.data.members == 1:
-            return self.fields_of(examples)
+            return layout
         self._check_groups(groups_of(examples))
-        return replace(self.fields_of(examples), groups=groups_of)
+        return replace(layout, groups=groups_of)
 
     def check_kind(self, found: str | None) -> None:
         """Refuse data of another kind. `found`: the name of the data's kind; None: unknown."""
@@ -113,11 +136,12 @@ class Loss(ABC):
         scale: torch.Tensor | None = None,
         need_grad: bool = True,
     ) -> Computed:
-        """Compute the loss of a batch. `reference` [R] fp32: log p(label) of the reference model. `scale`: fp16's loss
-        scale, which multiplies only the gradient."""
+        """Compute the loss of a batch. `reference`: log p of the reference model, of each label [R] fp32 or of each
+        document [S] fp64 (`reference_per`). `scale`: fp16's loss scale, which multiplies only the gradient."""
 
     def sums_ahead(self, log_probs: torch.Tensor, reference: torch.Tensor | None, batch: PackedBatch) -> torch.Tensor:
-        """The sums [ahead] of one batch of the examples ahead, from log p(label) [R] of model and reference."""
+        """The sums [ahead] of one batch of the examples ahead, from log p(label) [R] of the model and log p of the
+        reference."""
         raise NotImplementedError(f"{type(self).__name__} declares sums ahead and does not compute them")
 
     def cross_entropy(self, loss: float, figures: Mapping[str, float]) -> float | None:
@@ -196,12 +220,29 @@ class LogProbLoss(Loss):
         return Computed(total.detach(), grad, figures.detach() if isinstance(figures, torch.Tensor) else figures)
 
 
-def reference_log_probs(
+def stores_reference(layout: BatchLayout) -> bool:
+    """Whether batches of this layout have the log-probabilities of the reference model in them."""
+    return any(field.name in _STORED.values() for field in layout.fields)
+
+
+def reference_of(
     loss: Loss, decoder: Decoder, batch: PackedBatch, ctx: PassContext, start: Start | None
 ) -> torch.Tensor | None:
-    """log p(label) [R] of the loss's reference model, from a forward pass without a tape. None if it needs none."""
+    """The log-probabilities of the loss's reference model: those that the batch has, else from a forward pass without a
+    tape. None if the loss needs none."""
     if not loss.reference:
         return None
+    if (stored := batch.extra.get(_STORED[loss.reference])) is not None:
+        return stored
+    found = reference_log_probs(loss, decoder, batch, ctx, start)
+    return found if loss.reference_per == "label" else per_answer(found, batch)
+
+
+def reference_log_probs(
+    loss: Loss, decoder: Decoder, batch: PackedBatch, ctx: PassContext, start: Start | None
+) -> torch.Tensor:
+    """log p(label) [R] of the loss's reference model."""
+    spans.phase("reference")
     if loss.reference == "base":
         return _log_probs(loss, decoder, batch, replace(ctx, adapted=False, dropout=None))
     assert start is not None, "a session with such a loss keeps a snapshot of the start"
@@ -212,7 +253,8 @@ def reference_log_probs(
 def sums_ahead(loss: Loss, decoder: Decoder, batch: PackedBatch, ctx: PassContext, start: Start | None) -> torch.Tensor:
     """The loss's sums over a batch of the examples ahead, from forward passes without a tape. Without dropout."""
     ctx = replace(ctx, dropout=None)
-    reference = reference_log_probs(loss, decoder, batch, ctx, start)
+    reference = reference_of(loss, decoder, batch, ctx, start)
+    spans.phase("ahead")
     return loss.sums_ahead(_log_probs(loss, decoder, batch, ctx), reference, batch)
 
 

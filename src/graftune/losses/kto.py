@@ -20,11 +20,12 @@ from typing import Literal
 import numpy as np
 import torch
 
-from graftune.batch import BatchLayout, Example, Field, PackedBatch
-from graftune.data.encoded import numbers_of
+from graftune.batch import Ahead, BatchLayout, Example, Field, PackedBatch
+from graftune.data.encoded import lengths_of, numbers_of
 from graftune.data.kind import DataKind
+from graftune.data.pack import targets_of
 from graftune.data.pairs import RATED
-from graftune.losses.answers import answers_of, layout_of
+from graftune.losses.answers import FIELDS, answers_of, layout_of
 from graftune.losses.interface import LogProbLoss
 
 
@@ -35,6 +36,7 @@ class KtoZero(LogProbLoss):
     figures: tuple[str, ...] = ("chosen", "rejected", "margin")
     better: Mapping[str, Literal["higher", "lower"]] = {"margin": "higher"}
     data: DataKind = RATED
+    reference_per = "document"
 
     def __init__(
         self,
@@ -82,7 +84,7 @@ class Kto(KtoZero):
     ahead = 2  # the sum over mismatched answers, and their number
 
     def fields_of(self, examples: Sequence[Example]) -> BatchLayout:
-        return layout_of(1, _LABEL, ahead=mismatched)
+        return layout_of(1, _LABEL, ahead=_MISMATCHED)
 
     def sums_ahead(self, log_probs: torch.Tensor, reference: torch.Tensor | None, batch: PackedBatch) -> torch.Tensor:
         answers = answers_of(log_probs, reference, batch)
@@ -96,9 +98,7 @@ class Kto(KtoZero):
 def mismatched(examples: Sequence[Example]) -> list[Example]:
     """Each prompt with the answer of the example before it, the first with the last one's. An answer is everything from
     the first trained token on."""
-    held = list(examples)
-    starts = [next((i for i, on in enumerate(e.supervised) if on and i), len(e.tokens)) for e in held]
-    made = []
+    held, starts, made = list(examples), answer_starts(examples), []
     for place, (example, start) in enumerate(zip(held, starts, strict=True)):
         other, begin = held[place - 1], starts[place - 1]
         tokens = [*example.tokens[:start], *other.tokens[begin:]]
@@ -107,8 +107,24 @@ def mismatched(examples: Sequence[Example]) -> list[Example]:
     return made
 
 
+def longest_mismatched(examples: Sequence[Example]) -> int:
+    """Tokens of the longest prompt with the longest answer."""
+    starts, lengths = np.array(answer_starts(examples)), lengths_of(examples)
+    return int(starts.max(initial=0) + (lengths - starts).max(initial=0))
+
+
+def answer_starts(examples: Sequence[Example]) -> list[int]:
+    """The place of the first trained token of each example; its length if none is trained."""
+    lengths = lengths_of(examples)
+    targets, ends = targets_of(examples), np.cumsum(lengths)
+    first = np.searchsorted(targets, ends - lengths)
+    found = np.append(targets, ends[-1:])[first] if len(ends) else ends
+    return (np.minimum(found, ends) - (ends - lengths)).tolist()
+
+
 def _labels(held: Sequence[Example]) -> np.ndarray:
     return numbers_of(held, "label", 0.0)
 
 
+_MISMATCHED = Ahead(mismatched, longest_mismatched, FIELDS)
 _LABEL = Field("label", torch.float32, _labels, per="document")

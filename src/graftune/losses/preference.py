@@ -43,6 +43,7 @@ class PairLoss(LogProbLoss):
     figures = ("chosen", "rejected", "margin", "accuracy", "prefers")
     better: Mapping[str, Literal["higher", "lower"]] = {"margin": "higher", "accuracy": "higher", "prefers": "higher"}
     data: DataKind = PAIRS
+    reference_per = "document"
 
     def __init__(self, beta: float = 0.1, sft_share: float = 0.0, reference: Reference = "base"):
         self.beta, self.sft_share, self.reference = beta, sft_share, reference

@@ -17,7 +17,7 @@ import torch
 
 from graftune.arithmetic import ceil_div
 from graftune.batch import PLAIN, BatchLayout, Example
-from graftune.data.pack import TILE, Capacities
+from graftune.data.pack import TILE, Capacities, ahead_capacities
 from graftune.errors import GraftuneError
 from graftune.infer.generate import cache_capacity
 from graftune.kernels.rehearsal import META, Launched, Rehearsal, rehearsing
@@ -141,6 +141,7 @@ class Job:
     loss: Loss | None = None  # None: the loss of the settings
     launched: Launched | None = None  # called for every Triton kernel that the run will launch
     layout: BatchLayout = PLAIN  # the loss's fields of a batch
+    longest_ahead: int = 0  # tokens of an example that the layout's `ahead` makes, at most
     ranks: int = 0  # ranks that a launcher has started; 0: no launcher
     training: Sequence[Example] | None = None  # the data, where it is known
     validation: Sequence[Example] = ()
@@ -207,17 +208,18 @@ class Job:
         return Plan(kind, self.where, settings, found, self.free, self._rest(setup, found), self.host_free, fetching)
 
     def setup(self, recompute: str, capacity: int, placement: Placement) -> Setup:
-        config, kind = self.config, self.runtime.device.type
+        config, kind, shape = self.config, self.runtime.device.type, self.shapes(capacity)
         return Setup(
             base=self.base,
             lora=config.lora,
             runtime=self.runtime,
             placement=placement,
-            shape=self.shapes(capacity),
+            shape=shape,
             recompute=recompute,
             method=config.train.method,
             loss=self.loss or choose(config.train),
             layout=self.layout,
+            ahead=ahead_capacities(shape, self.longest_ahead) if self.layout.ahead else None,
             clip_mode=config.optim.clip_mode,
             backend=self.attention.backend,
             others=self.attention.others,

@@ -3,8 +3,9 @@
 So the plan cannot drift from the code: a change that saves one more tensor, or frees one earlier, changes both. A
 formula over shapes, as in other programs, is only right until the code changes.
 
-The phases are those of a run: load; evaluate and answer prompts (eager); the first micro-step (eager, on the stream
-that captures it, with algorithms timed) and the update; on CUDA the micro-step once more, as it is captured. The run's
+The phases are those of a run: load; the reference's log-probabilities, if they are stored; evaluate and answer prompts
+(eager); the first micro-step (eager, on the stream that captures it, with algorithms timed) with the sums ahead of it,
+and the update; on CUDA the micro-step and these sums once more, as they are captured. The run's
 peak is the largest of its phases. Temporaries of a captured step stay in its graph's pool for good, so eager work after
 the capture needs other memory.
 """
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from graftune import graph
-from graftune.batch import PLAIN, BatchLayout, PackedBatch
+from graftune.batch import PLAIN, BatchLayout, Field, PackedBatch
 from graftune.data.pack import Capacities
 from graftune.dist.shard import Shards
 from graftune.errors import GraftuneError
@@ -29,7 +30,7 @@ from graftune.infer.cache import Cache, CacheSize
 from graftune.infer.generate import TokenStep, final_lengths_of, in_groups, prefill
 from graftune.kernels import attention, launch, rehearsal
 from graftune.kernels.rehearsal import LOGITS, META, SAVED, WORKSPACES, Device, Launched, Rehearsal, rehearsing
-from graftune.losses import CrossEntropy, Loss
+from graftune.losses import CrossEntropy, Loss, reference_log_probs, stores_reference
 from graftune.model.bundles import Bundles, BundleStorage, HostMemory
 from graftune.model.frozen import Augmented, RowSource
 from graftune.plan.cards import Card
@@ -60,6 +61,7 @@ class Setup:
     method: str = "lora"
     loss: Loss = field(default_factory=CrossEntropy)
     layout: BatchLayout = PLAIN  # the loss's fields of a batch
+    ahead: Capacities | None = None  # shape of the batches ahead of a step, if the loss has such
     clip_mode: str = "global"
     backend: str = "cpu"
     others: tuple[str, ...] = ()  # other backends that the first step times
@@ -204,24 +206,37 @@ def run_phases(setup: Setup, tally: Tally) -> Bytes:
         parts = _load(setup, tally)
     step = parts.step
     step.longest = setup.shape.longest
-    batch = _batch(setup.shape, device, setup.layout)
+    batch = _batch(setup.shape, device, setup.layout.fields)
     loaded, captured = memory.total, 0
+    if on_gpu and stores_reference(setup.layout):  # else it needs no more than a step, in the same memory
+        with memory.phase("reference"), torch.no_grad():
+            ctx = parts.decoder.begin_batch(batch, setup.backend, setup.shape.longest)
+            reference_log_probs(setup.loss, parts.decoder, batch, ctx, parts.start)
     evaluated = setup.evaluated or setup.shape
     larger = any(one > other for one, other in zip(evaluated, setup.shape, strict=True))
     if setup.evaluates and (on_gpu or larger):  # else it needs no more than a step, in the same memory
         with memory.phase("evaluate"):
-            _evaluate(parts, _batch(evaluated, device, setup.layout), setup)
+            _evaluate(parts, _batch(evaluated, device, setup.layout.fields), setup)
     if setup.asked:
         with memory.phase("answer"):
             _answer(parts, setup)
     eager = max(memory.peak_of(name, loaded) for name in ("evaluate", "answer")) - loaded
-    with memory.phase("step"), nullcontext() if stream is None else graph.on(stream):
+    ahead: PackedBatch | None = None
+    if setup.ahead is not None and setup.layout.ahead is not None:
+        ahead, step.longest_ahead = _batch(setup.ahead, device, setup.layout.ahead.fields), setup.ahead.longest
+
+    def micro_step() -> None:
+        if ahead is not None:
+            step.ahead_step(ahead)
         step.micro_step(batch)
+
+    with memory.phase("step"), nullcontext() if stream is None else graph.on(stream):
+        micro_step()
         step.update_step()
     if stream is not None and setup.graph:
         before = memory.total
         with memory.phase("capture"), graph.null_capture(stream):
-            step.micro_step(batch)
+            micro_step()
         captured = memory.peak_of("capture") - before
     return Bytes(memory.phases, memory.total, captured, eager, tally.of("cpu").peak if on_gpu else 0)
 
@@ -256,7 +271,7 @@ def _storage(setup: Setup) -> BundleStorage | None:
     return HostMemory(device) if placement.on_host else None
 
 
-def _batch(shape: Capacities, device: torch.device, layout: BatchLayout = PLAIN) -> PackedBatch:
+def _batch(shape: Capacities, device: torch.device, fields: Sequence[Field]) -> PackedBatch:
     """A batch of documents of the largest length, which is the worst case for attention."""
     lengths = [shape.longest] * (shape.capacity // shape.longest)
     rest = shape.capacity - sum(lengths)
@@ -274,7 +289,7 @@ def _batch(shape: Capacities, device: torch.device, layout: BatchLayout = PLAIN)
         labels=numbers(shape.max_rows),
         lengths=tuple(lengths),
         response_tokens=shape.max_rows,
-        extra={f.name: numbers(f.length(shape.max_docs, shape.max_rows), f.dtype) for f in layout.fields},
+        extra={f.name: numbers(f.length(shape.max_docs, shape.max_rows), f.dtype) for f in fields},
     )
 
 

@@ -9,7 +9,7 @@ work.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from graftune.batch import BatchLayout, PackedBatch
@@ -20,8 +20,9 @@ from graftune.data.memory import Data, as_given
 from graftune.data.pack import bins_in_order, largest, pack, pack_ahead
 from graftune.data.summary import counted
 from graftune.errors import GraftuneError
-from graftune.losses import Loss
+from graftune.losses import Loss, stores_reference
 from graftune.session.parts import UNPLANNED, DataPosition, Parts, loader_of
+from graftune.session.references import fill, with_references
 from graftune.settings import auto
 from graftune.step.pipeline import Figures
 
@@ -65,8 +66,10 @@ class Batch:
 
     def _suits(self, loss: Loss) -> bool:
         """Whether the batch has the fields and the divisor of this loss."""
-        loader = self._loader
-        return loss is self._loss or loader is None or loss.layout(loader.examples) == loader.layout
+        if loss is self._loss or self._loader is None:
+            return True
+        reads, has = loss.layout(self._loader.examples), self._loader.layout
+        return set(reads.fields) <= set(has.fields) and replace(reads, fields=has.fields) == has
 
 
 class StepStats:
@@ -167,14 +170,17 @@ class BatchFeed:
         if self._loaded is None or self._loaded[0] is not data or self._loaded[1] is not loss:
             if not len(data):
                 raise GraftuneError("the data set has no examples", where=data.path or None, fix="give another one")
-            layout = loss.layout(data.examples)
+            examples = with_references(data.examples, loss, parts.config.train)
+            layout = loss.layout(examples)
             self.resolve_auto(data, layout)
-            asked, least = parts.config.train.tokens_per_micro_batch, largest(data.examples, layout)
+            if stores_reference(layout):
+                parts.say(fill(parts, examples))
+            asked, least = parts.config.train.tokens_per_micro_batch, largest(examples, layout)
             if least > asked:
                 parts.say(f"micro-batches have {least} tokens, as the longest example, where {asked} were asked for")
             size = max(asked, least)
             how = {"fixed": parts.fixed_shapes, "layout": layout, "share": parts.share}
-            self._loaded = data, loss, loader_of(parts.config, data.examples, size, **how)  # type: ignore[arg-type]
+            self._loaded = data, loss, loader_of(parts.config, examples, size, **how)  # type: ignore[arg-type]
         return self._loaded[2]
 
     def resolve_auto(self, data: Dataset | None, layout: BatchLayout) -> None:

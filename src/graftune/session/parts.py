@@ -228,7 +228,7 @@ class Parts:
         """Recreate the step and its pipeline for another loss, and keep the counts."""
         old = vars(self).pop("step")
         self.step.count.copy_(old.count)
-        self.step.longest = old.longest
+        self.step.longest, self.step.longest_ahead = old.longest, old.longest_ahead
         if self.step.scaler is not None:
             self.step.scaler.state.copy_(old.scaler.state)
         if "pipeline" in vars(self):  # replaced at once: the loader's thread may be using it
@@ -243,7 +243,8 @@ class Parts:
         if not loader.fixed:
             return None
         shape = loader.capacities(math.ceil(epochs))
-        self.pipeline.bound_documents(shape.longest)
+        ahead = loader.ahead_shape
+        self.pipeline.bound_documents(shape.longest, ahead.longest if ahead else 0)
         return shape
 
     def evaluated(

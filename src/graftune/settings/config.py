@@ -53,7 +53,7 @@ LossName = Literal[
 # The settings that decide what is minimised. Which loss uses which: losses/__init__.py.
 LOSS_SETTINGS = (
     "loss", "anchor", "beta", "gamma", "label_smoothing", "sft_share", "desirable_weight", "undesirable_weight",
-    "reference", "clip_low", "clip_high", "ratios", "divide", "divide_by", "kl", "temperature",
+    "reference", "reference_pass", "clip_low", "clip_high", "ratios", "divide", "divide_by", "kl", "temperature",
 )  # fmt: skip
 
 # Whether a resumed run may have another value. fixed: no, since it decides what the run computes. content: a file or
@@ -275,6 +275,12 @@ class TrainConfig:
         "base",
         "preferences: the model that log-probabilities are compared with: the base without adapters, or the weights at "
         "the start of the run (an adapter that is continued; method full)",
+        resume="fixed",
+    )
+    reference_pass: Literal["stored", "each"] = opt(
+        "stored",
+        "losses with a reference: compute its log-probabilities once, before the first step, and store them with the "
+        "encoded data; or in each step, with one more forward pass",
         resume="fixed",
     )
     clip_low: float = opt(0.2, "ppo: the ratio counts down to 1 less this", resume="fixed", min=0, max=1)

@@ -62,6 +62,7 @@ class Settings(TypedDict, total=False):
     desirable_weight: float
     undesirable_weight: float
     reference: Literal["base", "start"]
+    reference_pass: Literal["stored", "each"]
     clip_low: float
     clip_high: float
     ratios: Literal["token", "sequence"]

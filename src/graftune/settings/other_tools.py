@@ -130,6 +130,9 @@ pref_loss loss_type rl_loss -> loss
 dpo_beta pref_beta simpo_gamma kto_desirable_weight kto_undesirable_weight rpo_alpha pref_ftx
     {loss} chooses the preference loss; {beta}, {gamma}, {sft_share}, {desirable_weight} and {undesirable_weight} are
     its settings
+precompute_ref_log_probs ref_model
+    {reference} chooses the model that preferences are compared with, {reference_pass} whether its log-probabilities are
+    computed once
 reward_funcs reward_model
     training on rewards (GRPO, PPO) is not supported yet; {loss} chooses supervised or preference training
 dataset datasets dataset_name dataset_dir hf_dataset pretraining_dataset data_files media_dir

@@ -10,20 +10,31 @@ batches, so the result is identical to the bit for any number of ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from graftune.batch import PLAIN, BatchLayout, Example, PackedBatch
 from graftune.data.encoded import lengths_of, responses_of, take
-from graftune.data.pack import Capacities, bins_in_order, capacities, divided, pack, pack_ahead, pack_nothing
-from graftune.losses import Computed, CrossEntropy, Loss, checked, reference_log_probs, sums_ahead
+from graftune.data.pack import (
+    Capacities,
+    bins_in_order,
+    capacities,
+    divided,
+    pack,
+    pack_ahead,
+    pack_nothing,
+    targets_of,
+)
+from graftune.losses import Computed, CrossEntropy, Loss, checked, reference_log_probs, reference_of, sums_ahead
 from graftune.model.decoder import Decoder
 from graftune.model.start import Start
 from graftune.ranks import WHOLE, Share
 
+Between = Callable[[int], None]  # called with the number of examples done so far
 Gather = Callable[[list[Any]], list[list[Any]]]  # this rank's list of JSON values -> all ranks' lists
 
 
@@ -43,6 +54,7 @@ class EvalResult:
         return rest | rest.pop("figures")
 
 
+@torch.no_grad()
 def evaluate(
     decoder: Decoder,
     examples: Sequence[Example],
@@ -51,59 +63,96 @@ def evaluate(
     loss: Loss | None = None,
     adapted: bool = True,
     backend: str = "cpu",
-    between: Callable[[int], None] = lambda done: None,
+    between: Between = lambda done: None,
     share: Share = WHOLE,
     gather: Gather = lambda sums: [sums],
     start: Start | None = None,
 ) -> EvalResult:
     """Compute means over all the data (not means of batches), by the loss's divisor. Without a `loss`: cross-entropy
-    with equal weights. `between` is called with the number of examples done so far. `share`: this rank's share;
-    `gather`: collects the sums of all ranks. `start`: see Step."""
+    with equal weights. `share`: this rank's share; `gather`: collects the sums of all ranks. `start`: see Step."""
     loss = loss or CrossEntropy()
     layout = loss.layout(examples)
-    groups = bins_in_order(examples, capacity, layout)
-    limits, longest = {}, None
-    if backend != "cpu" and groups:
-        shape = shape_of(examples, capacity, layout)
-        limits, longest = shape._asdict(), shape.longest
-    mine = divided(groups, lengths_of(examples), share)
     ahead = None
     if layout.ahead is not None:
         ahead = torch.zeros(loss.ahead, device=decoder.device)
-        with torch.no_grad():
-            for one in pack_ahead(examples, layout, capacity, share):  # all the data is one step
-                batch = one.to(decoder.device)
-                ctx = decoder.begin_batch(batch, backend, adapted=adapted)
-                ahead += sums_ahead(loss, decoder, batch, ctx, start)
+        for one in pack_ahead(examples, layout, capacity, share):  # all the data is one step
+            batch = one.to(decoder.device)
+            ctx = decoder.begin_batch(batch, backend, adapted=adapted)
+            ahead += sums_ahead(loss, decoder, batch, ctx, start)
         ranks = [sums for part in gather([ahead.tolist()]) for sums in part]
         ahead = torch.tensor(ranks, dtype=torch.float64).sum(0).to(ahead)
-    sums = torch.zeros(len(mine), 1 + loss.sums, device=decoder.device)
-    divisors, tokens, done = list[float](), list[int](), 0
-    with torch.no_grad():
-        for row, number in zip(sums, mine, strict=True):
-            group = groups[number] if number < len(groups) else []
-            packed = pack(take(examples, group), layout=layout, **limits) if group else pack_nothing(layout, **limits)
-            batch = packed.to(decoder.device)
-            found = evaluate_batch(
-                decoder, batch, loss, longest, adapted=adapted, backend=backend, start=start, ahead=ahead
-            )
-            row[0] = found.total
-            if found.figures is not None:
-                row[1:] = found.figures
-            divisors.append(batch.divisor)
-            tokens.append(batch.response_tokens)
-            done += len(group)
-            between(min(len(examples), done * share.size))
-    own = [[number, *facts] for number, *facts in zip(mine, divisors, tokens, sums.tolist(), strict=True)]
+    sums, facts = list[torch.Tensor](), list[tuple[int, float, int]]()
+    for number, _, batch, longest in _batches(decoder, examples, capacity, layout, backend, share, between):
+        found = evaluate_batch(
+            decoder, batch, loss, longest, adapted=adapted, backend=backend, start=start, ahead=ahead
+        )
+        figures = () if found.figures is None else found.figures.unbind()
+        sums.append(torch.stack((found.total, *figures)))
+        facts.append((number, batch.divisor, batch.response_tokens))
+    on_host = torch.stack(sums).tolist() if sums else []
+    own = [[*fact, numbers] for fact, numbers in zip(facts, on_host, strict=True)]
     kept = sorted(one for part in gather(own) for one in part)  # in the order of the batches' numbers
     divisor, response_tokens = sum(one[1] for one in kept), sum(one[2] for one in kept)
-    total, *others = (sum(one[3][place] for one in kept) for place in range(sums.shape[1]))
+    total, *others = (sum(one[3][place] for one in kept) for place in range(1 + loss.sums))
     mean = total / (divisor or 1.0)
     means = loss.means(torch.tensor(others, dtype=torch.float64), divisor or 1.0).tolist()
-    figures = dict(zip(loss.figures, means, strict=True))
-    cross_entropy = loss.cross_entropy(mean, figures)
+    named = dict(zip(loss.figures, means, strict=True))
+    cross_entropy = loss.cross_entropy(mean, named)
     perplexity = None if cross_entropy is None else math.exp(min(cross_entropy, 700.0))
-    return EvalResult(mean, perplexity, response_tokens, len(examples), figures)
+    return EvalResult(mean, perplexity, response_tokens, len(examples), named)
+
+
+@torch.no_grad()
+def reference_pass(
+    decoder: Decoder,
+    examples: Sequence[Example],
+    loss: Loss,
+    *,
+    capacity: int,
+    backend: str = "cpu",
+    between: Between = lambda done: None,
+    share: Share = WHOLE,
+    start: Start | None = None,
+) -> torch.Tensor:
+    """log p under the loss's reference model, on the device: of each example (fp64), or (`reference_per` is label) of
+    each token (fp32), end to end, 0 where it is not trained. Other ranks' examples have 0: the sum over ranks has
+    all."""
+    per_token, lengths = loss.reference_per == "label", lengths_of(examples)
+    starts = np.cumsum(lengths) - lengths
+    count, dtype = (int(lengths.sum()), torch.float32) if per_token else (len(examples), torch.float64)
+    found = torch.zeros(count, dtype=dtype, device=decoder.device)
+    for _, group, batch, longest in _batches(decoder, examples, capacity, PLAIN, backend, share, between):
+        ctx = decoder.begin_batch(batch, backend, longest)
+        log_probs = reference_log_probs(loss, decoder, batch, ctx, start)[: batch.response_tokens]
+        # Of each label. The examples of a batch follow each other.
+        held = take(examples, group)
+        places = starts[group[:1]].sum() + targets_of(held) if per_token else np.repeat(group, responses_of(held))
+        found.index_add_(0, torch.from_numpy(places).to(decoder.device), log_probs.to(dtype))
+    return found
+
+
+def _batches(
+    decoder: Decoder,
+    examples: Sequence[Example],
+    capacity: int,
+    layout: BatchLayout,
+    backend: str,
+    share: Share,
+    between: Between,
+) -> Iterator[tuple[int, list[int], PackedBatch, int | None]]:
+    """This rank's batches of all the data, in order: the number of each, its examples, the batch on the device, and the
+    bound on the length of its documents if it has a fixed shape."""
+    groups = bins_in_order(examples, capacity, layout)
+    limits, longest, done = {}, None, 0
+    if backend != "cpu" and groups:
+        shape = shape_of(examples, capacity, layout)
+        limits, longest = shape._asdict(), shape.longest
+    for number in divided(groups, lengths_of(examples), share):
+        group = groups[number] if number < len(groups) else []
+        packed = pack(take(examples, group), layout=layout, **limits) if group else pack_nothing(layout, **limits)
+        yield number, group, packed.to(decoder.device), longest
+        done += len(group)
+        between(min(len(examples), done * share.size))
 
 
 def evaluate_batch(
@@ -122,7 +171,7 @@ def evaluate_batch(
         known = torch.zeros(loss.ahead, device=decoder.device) if ahead is None else ahead
         batch = replace(batch, extra={**batch.extra, "ahead": known})
     ctx = decoder.begin_batch(batch, backend, longest, adapted=adapted)
-    reference = reference_log_probs(loss, decoder, batch, ctx, start)
+    reference = reference_of(loss, decoder, batch, ctx, start)
     stream = decoder.forward(batch.tokens, ctx, batch.rows)
     output = decoder.read_out(stream, adapted=adapted, temperature=loss.temperature)
     return checked(loss, loss(output, batch, reference, need_grad=False), output.normed, need_grad=False)

@@ -80,6 +80,7 @@ class Work:
     tokens: int
     rows: int  # that reach the head
     lengths: tuple[int, ...]  # of the documents
+    forwards: int = 0  # forward passes of the loss besides the one that is trained, as those of a reference model
     full: bool = False  # every weight trains
     packed_bytes: float = 0.0  # of a value of a projection that is unpacked before a product; 0: it is not
     fp8: bool = False
@@ -93,7 +94,7 @@ class Work:
     @property
     def delta_ms(self) -> float:
         """Milliseconds of the delta rule in all layers, on the card that DELTA_CARD names."""
-        states = sum(layer.state_values for layer in self.layers)
+        states = sum(layer.state_values for layer in self.layers) * (1 + self.forwards / 3)
         return DELTA_MS * self.tokens / DELTA_TOKENS * states / DELTA_STATE
 
 
@@ -132,17 +133,25 @@ def plan(work: Work) -> list[Op]:
         if work.full:
             ops.append(Op("weight_grad", name, layer, rows, start))
 
-    for number, layer in enumerate(work.layers):
-        for name, _ in layer.before:
-            product("forward", name, number, work.tokens)
-        if layer.heads:
-            ops.append(Op("attend", layer=number))
-        for name, _ in layer.after:
-            product("forward", name, number, work.tokens)
-    for start in range(0, work.rows, HEAD_ROWS):
-        rows = min(HEAD_ROWS, work.rows - start)
-        product("forward", HEAD, -1, rows, start)
-        backward(HEAD, -1, rows, start)
+    def forward() -> None:
+        for number, layer in enumerate(work.layers):
+            for name, _ in layer.before:
+                product("forward", name, number, work.tokens)
+            if layer.heads:
+                ops.append(Op("attend", layer=number))
+            for name, _ in layer.after:
+                product("forward", name, number, work.tokens)
+
+    def head(*directions: Callable[..., None]) -> None:
+        for start in range(0, work.rows, HEAD_ROWS):
+            for direction in directions:
+                direction(HEAD, -1, min(HEAD_ROWS, work.rows - start), start)
+
+    for _ in range(work.forwards):
+        forward()
+        head(partial(product, "forward"))
+    forward()
+    head(partial(product, "forward"), backward)
     for number, layer in reversed(list(enumerate(work.layers))):
         for name, _ in reversed(layer.after):
             backward(name, number, work.tokens)

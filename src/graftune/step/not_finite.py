@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graftune.batch import PackedBatch
-from graftune.losses import reference_log_probs
+from graftune.losses import reference_of
 from graftune.model.block import Block
 from graftune.model.context import Dropout, PassContext
 from graftune.model.layer_spec import BranchPart
@@ -66,7 +66,7 @@ def _forward(step: Step, batch: PackedBatch) -> list[NotFinite]:
         batch = replace(batch, extra={**batch.extra, "ahead": step.ahead})
     with torch.no_grad():
         ctx = decoder.begin_batch(batch, step.eager_backend, dropout=dropout)
-        reference = reference_log_probs(step.loss, decoder, batch, ctx, step.start)
+        reference = reference_of(step.loss, decoder, batch, ctx, step.start)
         stream = decoder.forward(batch.tokens, ctx, batch.rows, tape)
         tape.check(
             stream.x if stream.pending is None else stream.x.float() + stream.pending.float(),

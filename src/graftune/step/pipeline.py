@@ -6,8 +6,9 @@ hyperparameters, replays the update and copies the step's figures back. `step` d
 here reads a device value. `finished` returns the figures of steps that are done, usually one step late; the host is at
 most `AHEAD` steps ahead of the device, so that a signal is noticed soon.
 
-A batch whose shape was not captured runs eagerly (`eager`), between replays if necessary. On a CPU, and with `graph`
-off, the same functions run eagerly and in order.
+A loss that needs sums over the whole step before its micro-batches (`PackedBatch.ahead`) has a graph of its own for
+them. A batch whose shape was not captured runs eagerly (`eager`), between replays if necessary. On a CPU, and with
+`graph` off, the same functions run eagerly and in order.
 """
 
 from __future__ import annotations
@@ -83,8 +84,9 @@ class Pipeline(ABC):
         """Inside, steps of captured shapes run eagerly, through the same functions."""
         return nullcontext()
 
-    def bound_documents(self, longest: int) -> None:  # noqa: B027 (only captured steps have a bound)
-        """Promise that documents of later micro-batches have at most `longest` tokens."""
+    def bound_documents(self, longest: int, ahead: int = 0) -> None:  # noqa: B027 (only captured steps have a bound)
+        """Promise that documents of later micro-batches have at most `longest` tokens, and those of batches ahead of a
+        step at most `ahead`."""
 
     @abstractmethod
     def stage(self, batch: PackedBatch) -> Any:
@@ -106,7 +108,10 @@ class Pipeline(ABC):
         """Add the loss and the gradients of a staged batch."""
         self._begin()
         if staged.ahead is not None:
-            self.work.ahead_step(staged.ahead)
+            for one in staged.ahead:
+                spans.phase("host to device", operation="batch")
+                self._ahead(one)
+            self.work.share_ahead()
         spans.phase("host to device", operation="batch")
         self._micro(staged, micro_batch_id)
 
@@ -128,6 +133,8 @@ class Pipeline(ABC):
 
     @abstractmethod
     def _micro(self, staged: Any, micro_batch_id: int) -> None: ...
+    @abstractmethod
+    def _ahead(self, staged: Any) -> None: ...
     @abstractmethod
     def _upload(self, hyper: Mapping[str, float]) -> None: ...
     @abstractmethod
@@ -164,6 +171,9 @@ class HostPipeline(Pipeline):
     def _micro(self, staged: PackedBatch, micro_batch_id: int) -> None:
         self.work.set_dropout_seed(micro_batch_id)
         self.work.micro_step(staged)
+
+    def _ahead(self, staged: PackedBatch) -> None:
+        self.work.ahead_step(staged.to(self.work.arena.device), any_shape=True)
 
     def eager(self, batch: PackedBatch, micro_batch_id: int) -> None:
         self.micro(self.stage(batch), micro_batch_id)
@@ -236,20 +246,21 @@ class TransferSlot:
     shape: BatchShape
     arrived: torch.cuda.Event
     taken: torch.cuda.Event
-    used: bool = False
-    ahead: tuple[PackedBatch, ...] | None = None  # of the batch, on the host
+    ahead: tuple[TransferSlot, ...] | None = None  # the batches ahead of its step
 
 
-class MicroStepInputs:
-    """The fixed tensors that a captured micro-step reads, and the micro-step."""
+class CapturedWork:
+    """The fixed tensors that captured work reads, and the work: a micro-step, or the sums ahead of a step."""
 
-    def __init__(self, step: Step, shape: BatchShape, graph: bool, pool: Any):
+    def __init__(
+        self, work: Callable[[PackedBatch], None], shape: BatchShape, device: torch.device, graph: bool, pool: Any
+    ):
         flat = BatchBuffer(shape)
-        self.flat = torch.zeros(flat.size, dtype=torch.int64, device=step.arena.device)
+        self.flat = torch.zeros(flat.size, dtype=torch.int64, device=device)
         own, extra = flat.views(self.flat)
         # Only the CPU's attention reads lengths on the host; the captured step reads cu_seqlens.
         batch = PackedBatch(**own, lengths=(shape.tokens,), response_tokens=0, extra=extra)  # type: ignore[arg-type]
-        self.run = Captured(lambda: step.micro_step(batch), enabled=graph, pool=pool)
+        self.run = Captured(lambda: work(batch), enabled=graph, pool=pool)
 
 
 class DevicePipeline(Pipeline):
@@ -262,9 +273,10 @@ class DevicePipeline(Pipeline):
         self.device = step.arena.device
         self.pool = torch.cuda.graph_pool_handle() if graph else None
         self.copies = stream("copies", self.device)
-        self.inputs: dict[BatchShape, MicroStepInputs] = {}
+        self.inputs: dict[BatchShape, CapturedWork] = {}  # of micro-steps
+        self.ahead_inputs: dict[BatchShape, CapturedWork] = {}  # of batches ahead of a step
         self.update_step = Captured(step.update_step, enabled=graph, pool=self.pool)
-        self.free: queue.SimpleQueue[TransferSlot] = queue.SimpleQueue()
+        self.free: dict[int, queue.SimpleQueue[TransferSlot]] = {}  # by size
         self.rows = torch.empty(AHEAD + 2, len(step.uploaded), pin_memory=True)
         self.reports = torch.empty(AHEAD + 2, len(step.report), pin_memory=True)
         self.under_way: deque[tuple[int, Any, torch.cuda.Event]] = deque()
@@ -281,7 +293,7 @@ class DevicePipeline(Pipeline):
         shape = BatchShape.of(batch)
         flat = BatchBuffer(shape)
         slot = self._slot(shape, flat.size)
-        slot.ahead = batch.ahead
+        slot.ahead = None if batch.ahead is None else tuple(map(self.stage, batch.ahead))
         flat.fill(slot.host, batch)
         with torch.cuda.stream(self.copies):
             self.copies.wait_event(slot.taken)
@@ -289,21 +301,37 @@ class DevicePipeline(Pipeline):
             slot.arrived.record(self.copies)
         return slot
 
-    def bound_documents(self, longest: int) -> None:
-        """Promise that documents of later micro-batches have at most `longest` tokens. The bound is a constant of a
-        captured step, so a larger one drops the captures."""
-        if self.work.longest is None or self.work.longest < longest:
-            self.work.longest = longest
+    def bound_documents(self, longest: int, ahead: int = 0) -> None:
+        """Promise that documents of later batches are no longer. The bounds are constants of captured work, so a larger
+        one drops the captures."""
+        work = self.work
+        if work.longest is None or work.longest < longest:
+            work.longest = longest
             self.inputs.clear()
+        if work.longest_ahead is None or work.longest_ahead < ahead:
+            work.longest_ahead = ahead
+            self.ahead_inputs.clear()
 
     def _micro(self, staged: TransferSlot, micro_batch_id: int) -> None:
-        main, inputs = torch.cuda.current_stream(), self._inputs(staged.shape)
+        if self.work.dropout:
+            self.work.set_dropout_seed(micro_batch_id)
+        self._run(self.inputs, self.work.micro_step, staged)
+
+    def _ahead(self, staged: TransferSlot) -> None:
+        self._run(self.ahead_inputs, self.work.ahead_step, staged)
+
+    def _run(
+        self, captured: dict[BatchShape, CapturedWork], work: Callable[[PackedBatch], None], staged: TransferSlot
+    ) -> None:
+        """Copy a staged batch into the inputs of captured work, and replay it."""
+        assert self.work.longest is not None, "a captured step needs a bound: call bound_documents first"
+        if staged.shape not in captured:
+            captured[staged.shape] = CapturedWork(work, staged.shape, self.device, self.graph, self.pool)
+        main, inputs = torch.cuda.current_stream(), captured[staged.shape]
         main.wait_event(staged.arrived)
         inputs.flat.copy_(staged.device)
         staged.taken.record(main)
-        self.free.put(staged)
-        if self.work.dropout:
-            self.work.set_dropout_seed(micro_batch_id)
+        self.free[len(staged.host)].put(staged)
         self.work.decoder.bundles.restore_first_blocks()  # an evaluation left other blocks in the buffers
         inputs.run()
 
@@ -311,7 +339,9 @@ class DevicePipeline(Pipeline):
         """Run a batch whose shape was not captured, kernel by kernel."""
         self._begin()
         if batch.ahead is not None:
-            self.work.ahead_step(batch.ahead)
+            for one in batch.ahead:
+                self.work.ahead_step(one.to(self.device), any_shape=True)
+            self.work.share_ahead()
         if self.work.dropout:
             self.work.set_dropout_seed(micro_batch_id)
         self.work.micro_step(batch.to(self.device), any_shape=True)
@@ -357,7 +387,8 @@ class DevicePipeline(Pipeline):
     @contextmanager
     def uncaptured(self) -> Iterator[None]:
         """Inside, steps of captured shapes run eagerly, through the same functions."""
-        captured = [*(inputs.run for inputs in self.inputs.values()), self.update_step]
+        inputs = (*self.inputs.values(), *self.ahead_inputs.values())
+        captured = [*(one.run for one in inputs), self.update_step]
         for one in captured:
             one.enabled = False
         try:
@@ -366,27 +397,16 @@ class DevicePipeline(Pipeline):
             for one in captured:
                 one.enabled = self.graph
 
-    def _inputs(self, shape: BatchShape) -> MicroStepInputs:
-        assert self.work.longest is not None, "a captured step needs a bound: call bound_documents first"
-        if shape not in self.inputs:
-            self.inputs[shape] = MicroStepInputs(self.work, shape, self.graph, self.pool)
-        return self.inputs[shape]
-
     def _slot(self, shape: BatchShape, size: int) -> TransferSlot:
         try:
-            slot = self.free.get_nowait()
-        except queue.Empty:
-            slot = None
-        if slot is not None and slot.used:
+            slot = self.free.setdefault(size, queue.SimpleQueue()).get_nowait()
             slot.arrived.synchronize()  # the earlier copy reads the pinned memory until then
-        if slot is None or len(slot.host) != size:
-            if slot is not None:
-                self.copies.wait_event(slot.taken)  # the allocator reuses its device memory on this stream
+        except queue.Empty:
             with torch.cuda.stream(self.copies):  # allocate for this stream, in this device's context
                 host = torch.zeros(size, dtype=torch.int64, pin_memory=True)
                 device = torch.empty(size, dtype=torch.int64, device=self.device)
             slot = TransferSlot(host, device, shape, torch.cuda.Event(), torch.cuda.Event())
-        slot.shape, slot.used = shape, True
+        slot.shape = shape
         return slot
 
     def _fetch_oldest(self) -> None:

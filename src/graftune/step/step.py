@@ -24,7 +24,7 @@ from graftune.batch import PackedBatch
 from graftune.kernels import adamw, grad_norm, launch, matmul, rehearsal
 from graftune.kernels.blocks import BlockTable, spans_of
 from graftune.kernels.rehearsal import LOGITS
-from graftune.losses import CrossEntropy, Loss, checked, reference_log_probs, sums_ahead
+from graftune.losses import CrossEntropy, Loss, checked, reference_of, sums_ahead
 from graftune.model.arena import Arena
 from graftune.model.block import Stream
 from graftune.model.context import Dropout, SideStreams
@@ -86,6 +86,8 @@ class Step:
         self.reduce, self.tail = reduce, Tail(sums, self.live[self.width :], self.loss.sums)
         self.loss_sum, self.token_sum, self.figure_sums = self.tail.loss_sum, self.tail.token_sum, self.tail.figure_sums
         self.ahead = torch.zeros(self.loss.ahead, device=device)  # the loss's sums before the step's micro-batches
+        self.own_ahead = torch.zeros_like(self.ahead)  # those of this rank that are not in `ahead` yet
+        self.longest_ahead = longest  # `longest` of their batches
         self.count = torch.zeros((), dtype=torch.int64, device=device)  # counts applied updates only
         # Mean loss, gradient norm before clipping, whether the update was skipped, response tokens as counted on the
         # device, fp16's loss scale; then the loss's own figures; with several ranks, their control flags.
@@ -120,19 +122,23 @@ class Step:
         is cut to 63 bits."""
         self.dropout_seed.fill_((self.seed * 1_000_003 + micro_batch_id) & (2**63 - 1))
 
-    def ahead_step(self, batches: Sequence[PackedBatch]) -> None:
-        """Compute the loss's sums over the examples ahead of a step, over all ranks. Their shapes vary, so this runs
-        eagerly. Every rank calls it with equally many batches."""
+    def ahead_step(self, batch: PackedBatch, *, any_shape: bool = False) -> None:
+        """Add the loss's sums over a batch of the examples ahead of a step; `share_ahead` follows the last of them.
+        `any_shape`: as for `micro_step`."""
         spans.phase("ahead", operation="rotary tables")
-        found = torch.zeros_like(self.ahead)
-        with torch.no_grad():
-            for batch in batches:
-                batch = batch.to(self.arena.device)
-                ctx = self.decoder.begin_batch(batch, self.eager_backend)
-                found += sums_ahead(self.loss, self.decoder, batch, ctx, self.start)
+        if self.other_backends and not any_shape:
+            self._choose_attention(batch)
+        backend, longest = (self.eager_backend, None) if any_shape else (self.backend, self.longest_ahead)
+        with torch.no_grad(), matmul.tuned(self.tuned and not any_shape):
+            ctx = self.decoder.begin_batch(batch, backend, longest)
+            self.own_ahead.add_(sums_ahead(self.loss, self.decoder, batch, ctx, self.start))
+
+    def share_ahead(self) -> None:
+        """Take the sums of all ranks for the step's micro-batches."""
         if self.reduce is not None:
-            self.reduce.add_up(found)
-        self.ahead += found
+            self.reduce.add_up(self.own_ahead)
+        self.ahead += self.own_ahead
+        self.own_ahead.zero_()
 
     def micro_step(self, batch: PackedBatch, *, any_shape: bool = False) -> None:
         """Add the loss and the gradients of a batch to the sums. `any_shape`: this shape is not expected again, so
@@ -153,9 +159,7 @@ class Step:
         )
 
         with matmul.tuned(self.tuned and not any_shape):
-            if self.loss.reference:
-                spans.phase("reference")
-            reference = reference_log_probs(self.loss, decoder, batch, ctx, self.start)
+            reference = reference_of(self.loss, decoder, batch, ctx, self.start)
             spans.phase("forward")
             # No local variable: it would keep the residual stream and its gradient alive during the backward pass.
             decoder.backward(
@@ -241,3 +245,4 @@ class Step:
         self.arena.grads.zero_()
         self.tail.zero()
         self.ahead.zero_()
+        self.own_ahead.zero_()

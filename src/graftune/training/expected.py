@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from graftune.data.encoded import lengths_of, responses_of
-from graftune.losses import choose
+from graftune.losses import choose, stores_reference
 from graftune.plan import Job, Plan
 from graftune.plan.transfer import SUSTAINED
 from graftune.session import loader_of
@@ -83,14 +83,19 @@ def _operations(job: Job, plan: Plan, tokens: int, responses: int, steps: int) -
     """Floating-point operations of all steps and evaluations."""
     spec, full = job.base.spec, job.config.train.method != "lora"
     assert job.training is not None
-    further = (job.loss or choose(job.config.train)).forwards
+    loss = job.loss or choose(job.config.train)
+    further = loss.forwards(job.layout)
     step = StepFlops.of(spec, lengths_of(job.training), full=full, forwards=further)
     forward = 1 / (3 if full else 2)
     total = step(tokens, responses) * (1 + forward * RECOMPUTED[plan.recompute])
+    once = bool(loss.reference) and stores_reference(job.layout)  # the reference's pass over the data
+    if once:
+        counts = int(lengths_of(job.training).sum()), int(responses_of(job.training).sum())
+        total += forward * StepFlops.of(spec, lengths_of(job.training), full=full)(*counts)
     if job.validation:
         held_out = StepFlops.of(spec, lengths_of(job.validation), full=full)
         counts = int(lengths_of(job.validation).sum()), int(responses_of(job.validation).sum())
-        total += _evaluations(job, steps) * (1 + further) * forward * held_out(*counts)
+        total += (once + _evaluations(job, steps) * (1 + further)) * forward * held_out(*counts)
     return total
 
 

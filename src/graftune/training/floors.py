@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -48,20 +48,21 @@ def _reason(parts: Parts) -> tuple[str, str]:
     return "", ""
 
 
-def key_of(parts: Parts, shape: Capacities) -> str:
+def key_of(parts: Parts, shape: Capacities, forwards: int) -> str:
     """Of everything that a floor depends on. How long single documents are is not part of it: attention is a small
     share, and a run has other documents in every batch."""
     card = torch.cuda.get_device_name(parts.runtime.device)
     held = [parts.placement.base_dtype, round(packed_bytes(parts), 4), parts.runtime.compute_name]
-    facts = [card, torch.__version__, repr(parts.base.spec), held, parts.config.train.method, list(shape)]
+    facts: list[Any] = [card, torch.__version__, repr(parts.base.spec), held, parts.config.train.method, list(shape)]
+    facts += [forwards] if forwards else []
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def known(parts: Parts, shape: Capacities | None) -> float | None:
-    """Milliseconds of a micro-batch, if they were measured."""
+def known(parts: Parts, shape: Capacities | None, forwards: int) -> float | None:
+    """Milliseconds of a micro-batch, if they were measured. `forwards`: see step/floor.py."""
     if shape is None or lacks(parts):
         return None
-    return _stored(key_of(parts, shape))
+    return _stored(key_of(parts, shape, forwards))
 
 
 def _stored(key: str) -> float | None:
@@ -69,7 +70,7 @@ def _stored(key: str) -> float | None:
     return float(found) if isinstance(found, int | float) and 0 < found < math.inf else None
 
 
-def work_of(parts: Parts, shape: Capacities, lengths: tuple[int, ...]) -> Work:
+def work_of(parts: Parts, shape: Capacities, lengths: tuple[int, ...], forwards: int) -> Work:
     """`lengths`: of the documents of one micro-batch, which add up to its tokens."""
     from graftune.step import floor
 
@@ -80,6 +81,7 @@ def work_of(parts: Parts, shape: Capacities, lengths: tuple[int, ...]) -> Work:
         shape.capacity,
         shape.max_rows,
         lengths,
+        forwards,
         full=parts.config.train.method != "lora",
         packed_bytes=packed_bytes(parts),
         fp8=parts.placement.base_dtype == "fp8",

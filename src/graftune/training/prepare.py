@@ -16,7 +16,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ from graftune.run_folder import adapter_folder, with_adapter
 from graftune.runtime import Runtime, set_up
 from graftune.session import Parts, check_method, check_recompute, loader_of, open_session, with_template
 from graftune.session.parts import UNPLANNED
+from graftune.session.references import with_references
 from graftune.settings import auto
 from graftune.settings.config import Config
 from graftune.settings.sources import DataValue, label
@@ -193,9 +194,14 @@ def _read(config: Config, base: Base, adapter: Adapter | None, path: DataValue, 
         console.note(note)
     console.note(f"reading {label(path)}")
     loss = choose(config.train)
-    whole = prepare(path, reader, config.data, console, loss.data)
+
+    def encoded(value: DataValue) -> Dataset:
+        made = prepare(value, reader, config.data, console, loss.data)
+        return replace(made, examples=with_references(made.examples, loss, config.train))
+
+    whole = encoded(path)
     if config.data.eval_data:
-        training, validation = whole, prepare(config.data.eval_data, reader, config.data, console, loss.data)
+        training, validation = whole, encoded(config.data.eval_data)
     else:
         training, validation = split(whole, config.data.val_split, config.train.seed)
     examples_sha256 = hashlib.sha256((training.digest + validation.digest).encode()).hexdigest()
@@ -333,6 +339,8 @@ def training_job(
         shapes = functools.cache(lambda size: loader_of(config, training, size, layout=layout).capacities(epochs))
     job = Job(config, base, runtime, longest, shapes, card, memory, tokens=tokens, ranks=ranks, **more)
     job.loss, job.layout, job.training, job.validation = loss, layout, training, validation
+    if layout.ahead is not None:
+        job.longest_ahead = 2 * longest if training is None else layout.ahead.longest(training)
     return job
 
 

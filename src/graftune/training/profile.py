@@ -55,7 +55,9 @@ def _profile(prepared: Prepared, console: Console, steps: int) -> Profile:
     if why or send.shape is None:
         found.facts["floor_note"] = why
         return found
-    key, work = floors.key_of(parts, send.shape), floors.work_of(parts, send.shape, send.lengths)
+    forwards = parts.loss.forwards(send.loader.layout)
+    key = floors.key_of(parts, send.shape, forwards)
+    work = floors.work_of(parts, send.shape, send.lengths, forwards)
     del parts, prepared
     send.close()
     gc.collect()
@@ -69,9 +71,11 @@ class Sender:
     """Sends one step after the other over the training data, from the beginning again where it ends."""
 
     def __init__(self, prepared: Prepared):
-        parts = prepared.parts
+        parts, examples = prepared.parts, prepared.data.training.examples
+        if examples.store.reference is not None:
+            examples.store.reference[:] = 0.0  # the time of a step does not depend on them
         self.parts, self.config = parts, parts.config
-        self.loader = parts.loader(prepared.data.training.examples)
+        self.loader = parts.loader(examples)
         self.shape = parts.fix_shape(self.loader, self.config.train.epochs)
         self.steps = self._steps()
         self.sent = self.tokens = self.micro_batches = 0

@@ -33,7 +33,6 @@ from graftune.observe.profile import Profile, read
 from graftune.session import Parts
 from graftune.spans import EVERY_LAYER, Clock, StampTurn, Timeline
 from graftune.step.pipeline import Pipeline
-from graftune.training import floors
 from graftune.training.hooks import Hook, RunState
 
 UNTRACED = 3  # steps before a trace begins: kernels compile, the graph is captured, clocks settle
@@ -174,10 +173,10 @@ def first_profiled(every: int, done: int) -> int:
 class ProfiledSteps(Hook):
     """For runs of one process: a capture more on one of several ranks would leave the others behind."""
 
-    def __init__(self, parts: Parts, shape: Capacities | None):
+    def __init__(self, parts: Parts, shape: Capacities | None, floor_ms: float | None = None):
         loop, self.layers = parts.pipeline, len(parts.base.spec.layers)
         self.captured = loop.graph
-        self.floor_ms = floors.known(parts, shape)
+        self.floor_ms = floor_ms
         facts = facts_of(parts, shape) | {"captured": self.captured}
         self.recorder = Recorder(spans.clock_for(parts.runtime.device), Profile(facts=facts), MOST)
         self.left: list[StampTurn] = []  # of this occasion

@@ -54,10 +54,11 @@ class LiveSpeed:
 
 def live_speed(parts: Parts, examples: Sequence[Example], shape: Capacities | None) -> LiveSpeed:
     full = parts.config.train.method != "lora"
-    flops = StepFlops.of(parts.base.spec, lengths_of(examples), full=full, forwards=parts.loss.forwards)
+    forwards = parts.loss.forwards(parts.loss.layout(examples))
+    flops = StepFlops.of(parts.base.spec, lengths_of(examples), full=full, forwards=forwards)
     if parts.runtime.device.type != "cuda":
         return LiveSpeed(flops)
-    known, loop = floors.known(parts, shape), parts.pipeline
+    known, loop = floors.known(parts, shape, forwards), parts.pipeline
     without = f"floor: {floors.lacks_briefly(parts) or 'not measured (graftune profile RUN)'}"
     return LiveSpeed(flops, known, "" if known else without, lambda: loop.waited)
 

@@ -36,6 +36,7 @@ from graftune.training.hooks import Hook, RunState
 from graftune.training.prepare import Prepared
 from graftune.training.preview import Preview
 from graftune.training.profiler import ProfiledSteps, Trace
+from graftune.training.references import References
 from graftune.training.reporter import Reporter, live_speed
 from graftune.training.resume import find_checkpoint, identity, resume_folder, run_length, write_start
 from graftune.training.samples import Samples
@@ -89,13 +90,15 @@ class Trainer:
         """In the order in which they are called."""
         prepared, state, run = self.prepared, self.state, self.parts.config.run
         leads, console = state.ranks.leads, state.report.console
-        hooks: list[Hook] = [Preview(prepared.data.training.examples)]
+        hooks: list[Hook] = [References(prepared.data.training, prepared.data.validation)]
+        hooks.append(Preview(prepared.data.training.examples))
         if run.trace_steps and leads:
             hooks.append(Trace())
         if run.profile_every and state.ranks.world is not None:
             console.warn("profile_every is for one process: the steps of several ranks are not profiled")
         elif run.profile_every:
-            profiled = ProfiledSteps(self.parts, self.shape)
+            live = state.report.live
+            profiled = ProfiledSteps(self.parts, self.shape, live.floor_ms if live else None)
             self._around_step = profiled.around_step
             hooks.append(profiled)
         if prepared.data.questions.questions:
