@@ -154,6 +154,7 @@ SHAPES = {
         Shape("70b", 8192, 28672, 80, 64, 8, 128256, tied=False),
         Shape("405b", 16384, 53248, 126, 128, 8, 128256, tied=False),
         Shape("tiny", 64, 96, 2, 4, 2, 300, tied=True),  # for the tests
+        Shape("tinymoe", 64, 32, 2, 4, 2, 300, tied=False, head=16, experts=4, chosen=2),
         Shape("tinydelta", 64, 96, 4, 4, 2, 300, tied=False, head=32, delta=(1, 2)),
     )
 }
@@ -300,9 +301,7 @@ def participants(case: Case, asked: Sequence[str] = ()) -> list[str]:
     )
     if ours_alone or case.shape.parameters > LARGE:
         peers = ()  # they have nothing like it
-    floor = (
-        ["floor"] if case.recompute == "none" and not case.shape.experts else []
-    )  # what recomputing adds is not in the floor
+    floor = ["floor"] if case.recompute == "none" else []  # what recomputing adds is not in the floor
     own = ["ours", "eager", "ranked", *([] if case.pairs else ["api"]), "profile"]
     able = [*floor, *own, *peers]
     return [name for name in able if name in (asked or ("floor", "ours"))]

@@ -7,7 +7,6 @@ src/graftune/step/floor.py says what is in it and how it is timed; `graftune pro
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from benchmarks.cases import BLOCKS, Case
 
 from graftune.kernels.nf4 import VALUE_BYTES
 from graftune.model.families import from_config
-from graftune.step.floor import SUSTAIN_S, Op, Work, layers_of, measured, plan, size_of
+from graftune.step.floor import SUSTAIN_S, Op, Size, Work, layers_of, measured, plan, size_of
 from graftune.step.flops import STATE_OPERATIONS
 
 
@@ -30,13 +29,14 @@ def work_of(case: Case) -> Work:
     spec = from_config(case.shape.settings, case.name)
     return Work(
         layers_of(spec),
-        (spec.vocab, spec.width),
+        Size(spec.vocab, spec.width),
         case.micro_tokens,
         case.responses,
         case.lengths,
         full=case.method == "full",
         **({"forwards": case.forwards} if case.forwards else {}),
         packed_bytes=packed_bytes(case),
+        packed_experts=packed_bytes(case),
         fp8=case.base == "fp8",
     )
 
@@ -47,7 +47,7 @@ def flops(work: Work, ops: Sequence[Op]) -> float:
     total = float(STATE_OPERATIONS * work.tokens * sum(layer.state_values for layer in work.layers))
     for op in ops:
         if op.name and op.kind != "unpack":
-            total += 2.0 * op.rows * math.prod(size_of(work, op))
+            total += 2.0 * op.rows * size_of(work, op).out * size_of(work, op).into
         elif heads := work.layers[op.layer].heads if not op.name else None:
             total += 2 * pairs * heads.width * heads.query * (2 if op.kind == "attend" else 5)
     return total

@@ -162,10 +162,22 @@ def test_the_delta_rule_is_in_the_floor() -> None:
     assert ms > small.delta_ms > 0 and "added for the delta rule" in note
 
 
-@pytest.mark.parametrize("name", ["tiny-fp8-2x16", "tiny-nf4-2x16"])
-def test_floors_of_quantised_bases(name: str) -> None:
+@pytest.mark.parametrize("name", ["tiny-fp8-2x16", "tiny-nf4-2x16", "tinymoe-2x16", "tinymoe-nf4-2x16"])
+def test_floors_of_other_bases(name: str) -> None:
     work = work_of(cases.parse(name))
     floor.Floor(work, CPU).run(floor.plan(work))
+
+
+def test_the_floor_of_a_mixture() -> None:
+    """Each token's rows are multiplied by the experts that it chose, and every expert is unpacked."""
+    case = cases.parse("30ba3b-1x2")
+    work, shape = work_of(case), case.shape
+    dense = 2 * shape.width * shape.head * (shape.heads + shape.kv_heads)
+    wanted = 4 * case.tokens * shape.layers * (dense + 3 * shape.chosen * shape.width * shape.ffn)
+    wanted += 4 * shape.vocab * shape.width * case.responses
+    assert flops(work, floor.plan(work)) == pytest.approx(wanted, rel=1e-3)
+    assert sum(op.kind == "unpack" for op in floor.plan(work_of(cases.parse("30ba3b-nf4-1x2")))) == 8 * shape.layers
+    assert floor.Floor(work_of(cases.parse("tinymoe-2x16")), CPU).note.endswith("experts at random")
 
 
 @pytest.mark.parametrize(

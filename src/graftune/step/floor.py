@@ -12,6 +12,9 @@ The delta rule of a gated delta net is not run but added: 1.43 ms a layer, forwa
 32 value heads of 128x128, which is the best time published for an H200 (FlashQLA's), scaled by tokens and the size of
 the state. On other cards there is no floor for these models (training/floors.py).
 
+A mixture's products are torch's grouped_mm over as many rows as its tokens choose experts, each at random; the rows lie
+sorted already, and nothing is gathered or added up.
+
 Quantised bases: nf4 and GGUF blocks are brought into one scratch before every product, once in each pass, and the
 product reads it there. A copy that moves as many bytes stands for that, codes in and values out, at the
 memory's own speed; our dequantisation is not in it. fp8 multiplies codes with a scale a row (torch._scaled_mm),
@@ -23,39 +26,43 @@ is never quantised, stays as it is. Codes and scales are read as they are: nothi
 
 from __future__ import annotations
 
-import itertools
 import math
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from graftune.kernels import attention
+from graftune.model.part import PartSpec
 from graftune.model.spec import ModelSpec
+from graftune.step.floor_attention import FloorAttention, Heads, fastest_attention, sustained
 
 HEAD_ROWS = 2048
 SUSTAIN_S = 2.0
 HEAD = "head"
-LAYERS = 8  # layers of attention that are timed together
 DELTA_CARD, DELTA_MS, DELTA_TOKENS, DELTA_STATE = r"\bH200\b", 1.43, 4 * 2048, 32 * 128 * 128
 
-Size = tuple[int, int]  # (out, in)
 
+class Size(NamedTuple):
+    """Of a product's weight; of a mixture's, one expert's."""
 
-class Heads(NamedTuple):
-    query: int
-    key: int
-    width: int
-    window: int = 0
+    out: int
+    into: int
+    experts: int = 0  # 0: not a mixture's
+    chosen: int = 0  # experts for each token
 
     @property
-    def split(self) -> list[int]:
-        return [self.query, self.key, self.key]
+    def values(self) -> int:
+        """Of the weight, with all experts."""
+        return self.out * self.into * max(1, self.experts)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.experts, self.out, self.into) if self.experts else (self.out, self.into)
+
+    def rows(self, tokens: int) -> int:
+        return tokens * max(1, self.chosen)
 
 
 class Layer(NamedTuple):
@@ -83,8 +90,13 @@ class Work:
     forwards: int = 0  # forward passes of the loss besides the one that is trained, as those of a reference model
     full: bool = False  # every weight trains
     packed_bytes: float = 0.0  # of a value of a projection that is unpacked before a product; 0: it is not
+    packed_experts: float = 0.0  # the same of the experts of a mixture
     fp8: bool = False
     dtype: torch.dtype = torch.bfloat16
+
+    def packed(self, size: Size) -> float:
+        """Bytes of a value of a layer's product that is unpacked; 0: it is not."""
+        return self.packed_experts if size.experts else self.packed_bytes
 
     @property
     def sizes(self) -> dict[Size, None]:
@@ -99,15 +111,24 @@ class Work:
 
 
 def layers_of(spec: ModelSpec) -> tuple[Layer, ...]:
-    """The products of a model without experts."""
-    assert not spec.experts, "which experts compute depends on the data"
     found = []
     for layer in spec.layers:
-        (first, *rest), shape = layer.mixer.products.items(), layer.mixer.attention
+        (first, *rest), shape = _products(layer.mixer), layer.mixer.attention
         heads = None if shape is None else Heads(shape.heads, shape.kv_heads, shape.head_width, shape.window)
-        after = (*rest, *layer.feed_forward.products.items())
-        found.append(Layer((first,), heads, after, layer.mixer.state_values))
+        for part in layer.parts:
+            if part is not layer.mixer:
+                rest += _products(part)
+        found.append(Layer((first,), heads, tuple(rest), layer.mixer.state_values))
     return tuple(found)
+
+
+def _products(part: PartSpec) -> list[tuple[str, Size]]:
+    experts, chosen = part.expert_counts
+    sizes = {part.path(name): size for name, size in part.products.items()}
+    return [
+        (name, Size(out // experts, into, experts, chosen) if experts else Size(out, into))
+        for name, (out, into) in sizes.items()
+    ]
 
 
 @dataclass(frozen=True)
@@ -124,8 +145,11 @@ def plan(work: Work) -> list[Op]:
     ops: list[Op] = []
 
     def product(kind: str, name: str, layer: int, rows: int, start: int = 0) -> None:
-        if work.packed_bytes and name != HEAD:
-            ops.append(Op("unpack", name, layer))
+        if name != HEAD:
+            size = dict(work.layers[layer].products)[name]
+            rows = size.rows(rows)
+            if work.packed(size):
+                ops.append(Op("unpack", name, layer))
         ops.append(Op(kind, name, layer, rows, start))
 
     def backward(name: str, layer: int, rows: int, start: int = 0) -> None:
@@ -177,23 +201,25 @@ class Floor:
     def __post_init__(self) -> None:
         work, layers = self.work, range(len(self.work.layers))
         each = {(i, name): size for i in layers for name, size in work.layers[i].products}
-        self.weights = {(-1, HEAD): self._random(*work.head, scale=0.02)}
+        self.weights = {(-1, HEAD): self._random(*work.head.shape, scale=0.02)}
         self.unpack: Unpack | None = None
         self.codes: Fp8Products | None = None
         self.packed: dict[tuple[int, str], torch.Tensor] = {}
-        if work.packed_bytes:
+        packed = {key: size for key, size in each.items() if work.packed(size)}
+        if packed:
             # As many values as the bytes moved are copies of: they fill a part of the scratch, random like the rest.
-            share = (work.packed_bytes + 2) / 4
-            self.scratch = self._random(max(math.prod(size) for size in work.sizes), scale=0.02)
+            self.scratch = self._random(max(size.values for size in packed.values()), scale=0.02)
             self.packed = {
-                key: self._random(math.ceil(share * math.prod(size)), scale=0.02) for key, size in each.items()
+                key: self._random(math.ceil((work.packed(size) + 2) / 4 * size.values), scale=0.02)
+                for key, size in packed.items()
             }
-            seen = {size: self.scratch[: math.prod(size)].view(size) for size in work.sizes}
-            self.weights |= {key: seen[size] for key, size in each.items()}
-        elif work.fp8:
+            self.weights |= {key: self.scratch[: size.values].view(size.shape) for key, size in packed.items()}
+        if work.fp8:
             self.codes = Fp8Products(work, self.device)
         else:
-            self.weights |= {key: self._random(*size, scale=0.02) for key, size in each.items()}
+            stored = {key: size for key, size in each.items() if key not in packed}
+            self.weights |= {key: self._random(*size.shape, scale=0.02) for key, size in stored.items()}
+        self.ends = {size: self._routed(size) for size in work.sizes if size.experts}
         self._make_buffers()
         kinds = {layer.heads for layer in work.layers if layer.heads}
         self.attention: dict[Heads, FloorAttention] = {
@@ -201,24 +227,32 @@ class Floor:
             for heads in kinds
         }
         if self.packed:
-            first = [self.packed[0, name] for name, _ in work.layers[0].products]
+            first = [self.packed[0, name] for name, _ in work.layers[0].products if (0, name) in self.packed]
             self.unpack = fastest_copy(first, self.scratch, self.device, self.say)
 
     def _make_buffers(self) -> None:
         work = self.work
-        rows = dict.fromkeys(work.sizes, work.tokens)
+        rows = {size: size.rows(work.tokens) for size in work.sizes}
         held = {**rows, work.head: min(HEAD_ROWS, work.rows)}
         rows = {**rows, work.head: work.rows}
-        self.x = {size: self._random(rows[size], size[1]) for size in rows}
-        self.grad = {size: self._random(held[size], size[0]) for size in rows}
-        self.y = {size: torch.empty_like(self.grad[size]) for size in rows}
-        self.grad_x = {size: torch.empty_like(self.x[size]) for size in rows}
-        self.grad_w = {size: self._random(*size) for size in rows} if work.full else {}
+        self.x = {size: self._random(rows[size], size.into) for size in rows}
+        self.grad = {size: self._random(held[size], size.out) for size in rows}
+        plain = [size for size in rows if not size.experts]  # grouped products write to memory of their own
+        self.y = {size: torch.empty_like(self.grad[size]) for size in plain}
+        self.grad_x = {size: torch.empty_like(self.x[size]) for size in plain}
+        self.grad_w = {size: self._random(*size.shape) for size in plain} if work.full else {}
+
+    def _routed(self, size: Size) -> torch.Tensor:
+        """Where the rows of each expert end, if every token chooses at random, [E] int32."""
+        drawn = torch.Generator(self.device).manual_seed(0)
+        scores = torch.rand(self.work.tokens, size.experts, generator=drawn, device=self.device)
+        counts = torch.bincount(scores.topk(size.chosen, 1).indices.flatten(), minlength=size.experts)
+        return counts.cumsum(0, dtype=torch.int32)
 
     @property
     def note(self) -> str:
         names = sorted({one.name for one in self.attention.values()})
-        return f"attention: {', '.join(names) or 'none'}"
+        return f"attention: {', '.join(names) or 'none'}" + (", experts at random" if self.ends else "")
 
     def _random(self, *size: int, scale: float = 1.0) -> torch.Tensor:
         return torch.empty(size, dtype=self.work.dtype, device=self.device).normal_(0.0, scale)
@@ -244,7 +278,10 @@ class Floor:
     def _product(self, op: Op, size: Size) -> None:
         weight = self.weights[op.layer, op.name]
         place, chunk = slice(op.start, op.start + op.rows), slice(0, op.rows)
-        if op.kind == "forward":
+        if size.experts:
+            given, weight = (self.x, weight.transpose(1, 2)) if op.kind == "forward" else (self.grad, weight)
+            torch.nn.functional.grouped_mm(given[size], weight, offs=self.ends[size])
+        elif op.kind == "forward":
             torch.mm(self.x[size][place], weight.t(), out=self.y[size][chunk])
         elif op.kind == "input_grad":
             torch.mm(self.grad[size][chunk], weight, out=self.grad_x[size][place])
@@ -258,10 +295,10 @@ class Fp8Products:
     def __init__(self, work: Work, device: torch.device):
         self.device = device
         each = {(i, name): size for i, layer in enumerate(work.layers) for name, size in layer.products}
-        self.forward = {key: self._rows(*size) for key, size in each.items()}
-        self.back = {key: self._rows(*size[::-1]) for key, size in each.items()}
-        self.x = {size: self._rows(work.tokens, size[1]) for size in work.sizes}
-        self.grad = {size: self._rows(work.tokens, size[0]) for size in work.sizes}
+        self.forward = {key: self._rows(*size.shape) for key, size in each.items()}
+        self.back = {key: self._rows(*size.shape[::-1]) for key, size in each.items()}
+        self.x = {size: self._rows(work.tokens, size.into) for size in work.sizes}
+        self.grad = {size: self._rows(work.tokens, size.out) for size in work.sizes}
 
     def _rows(self, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         codes = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=self.device)
@@ -307,49 +344,6 @@ def fastest_copy(
     return copies[min(times, key=lambda name: times[name])]
 
 
-def sustained(work: Callable[[], Any], device: torch.device, steps: int, sustain: float) -> float:
-    """Milliseconds of one replay of the work as a CUDA graph, median, after `sustain` seconds of replays."""
-    if device.type != "cuda":
-        work()
-        return statistics.median(1e3 * _seconds(work) for _ in range(steps))
-    graph = captured(work)
-    until = time.perf_counter() + sustain
-    while time.perf_counter() < until:
-        graph.replay()
-        torch.cuda.synchronize()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * steps + 1)]
-    for mark in marks[:-1]:
-        mark.record()
-        graph.replay()
-    marks[-1].record()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
-
-
-def captured(work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """Run until it is warm, then captured."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        begin = time.perf_counter()
-        for _ in range(3):
-            work()
-            torch.cuda.synchronize()
-            if time.perf_counter() - begin > 2:
-                break
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph
-
-
-def _seconds(work: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
-
-
 def measured(
     work: Work,
     device: torch.device,
@@ -363,116 +357,3 @@ def measured(
     ms = sustained(partial(floor.run, ops * micro), device, steps, sustain)
     note = floor.note + (f", {work.delta_ms * micro:.1f} ms added for the delta rule" if work.delta_ms else "")
     return ms + work.delta_ms * micro, note
-
-
-class FloorAttention(Protocol):
-    name: str
-
-    def begin(self) -> None:
-        """Called at the start of a pass."""
-
-    def forward(self) -> Any:
-        """Returns what the backward needs."""
-
-    def backward(self, kept: Any) -> None: ...
-
-
-class TorchAttention:
-    """torch's own attention, over rows of one length."""
-
-    def __init__(self, heads: Heads, rows: int, length: int, qkv: torch.Tensor, name: str, backend: SDPBackend):
-        self.name, self.backend = f"torch {name}", backend
-        parts = qkv.view(rows, length, -1, heads.width)
-        self.qkv = [part.transpose(1, 2).requires_grad_() for part in parts.split(heads.split, 2)]
-        self.grad = torch.randn_like(self.qkv[0])
-
-    def begin(self) -> None: ...
-
-    def forward(self) -> torch.Tensor:
-        with sdpa_kernel(self.backend):
-            q, k, v = self.qkv
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-    def backward(self, kept: torch.Tensor) -> None:
-        torch.autograd.grad(kept, self.qkv, self.grad)
-
-
-class PackedAttention:
-    """graftune's attention, over documents laid end to end."""
-
-    def __init__(self, heads: Heads, lengths: Sequence[int], qkv: torch.Tensor, backend: str):
-        device = qkv.device
-        self.window = heads.window if heads.window < max(lengths) else 0
-        self.scale = heads.width**-0.5
-        self.backend, self.name = backend, f"graftune {backend}"
-        self.lengths = tuple(lengths)
-        edges = [0, *itertools.accumulate(lengths)]
-        self.edges = torch.tensor(edges, dtype=torch.int32, device=device)
-        q, k, v = qkv.split(heads.split, 1)
-        self.qkv = q, k, v
-        made = attention.grad_buffers(q, k, self.backend)
-        self.grads: Any = made or torch.empty_like(qkv).split(heads.split, 1)
-        self.grad = torch.randn(self.qkv[0].shape, dtype=qkv.dtype, device=device)
-
-    def begin(self) -> None:
-        self.documents = attention.Documents(self.edges, self.lengths, max(self.lengths))
-
-    def forward(self) -> Any:
-        return attention.forward(*self.qkv, self.documents, self.scale, self.window, self.backend)
-
-    def backward(self, kept: Any) -> None:
-        q, k, v = self.qkv
-        out, stats = kept
-        more = self.documents, self.scale, self.window, self.grads, self.backend
-        attention.backward(self.grad, q, k, v, out, stats, *more)
-
-
-def fastest_attention(
-    heads: Heads,
-    lengths: Sequence[int],
-    tokens: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    say: Callable[[str], None],
-) -> FloorAttention:
-    """The fastest attention over these documents, by the time of a few layers. torch's own kernels, which need
-    documents of one length, are tried beside ours: the floor must not be higher than necessary."""
-    assert sum(lengths) == tokens, (sum(lengths), tokens)
-    even, windowed = len(set(lengths)) == 1, 0 < heads.window < max(lengths)
-
-    def qkv() -> torch.Tensor:
-        return torch.randn(tokens, sum(heads.split), heads.width, dtype=dtype, device=device)
-
-    def ours(backend: str) -> FloorAttention:
-        return PackedAttention(heads, lengths, qkv(), backend)
-
-    def sdpa(name: str, backend: SDPBackend) -> Callable[[], FloorAttention]:
-        return lambda: TorchAttention(heads, len(lengths), lengths[0], qkv(), name, backend)
-
-    if device.type != "cuda":
-        return sdpa("math", SDPBackend.MATH)() if even and not windowed else ours("cpu")
-    choice = attention.choose(device, dtype, heads.width, False, windowed)
-    backends = dict.fromkeys((choice.backend, *choice.others, "triton"))  # those that a step may take, and our own
-    makers: list[Callable[[], FloorAttention]] = [partial(ours, backend) for backend in backends]
-    if even and not windowed:
-        makers += [sdpa("cuDNN", SDPBackend.CUDNN_ATTENTION), sdpa("flash", SDPBackend.FLASH_ATTENTION)]
-    times: list[tuple[float, FloorAttention]] = []
-    for make in makers:
-        try:
-            candidate = make()
-            ms = sustained(partial(_layers, candidate, LAYERS), device, 5, sustain=0.05)
-        except (RuntimeError, ImportError, ValueError, AttributeError, TypeError, AssertionError) as error:
-            # Not installed, or not for these sizes: another one is.
-            say(f"floor: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-            continue
-        say(f"floor: {candidate.name}: {ms / LAYERS:.4f} ms a layer")
-        times.append((ms, candidate))
-    if not times:
-        raise RuntimeError("no fused attention for these sizes")
-    return min(times, key=lambda pair: pair[0])[1]
-
-
-def _layers(candidate: FloorAttention, count: int) -> None:
-    candidate.begin()
-    for _ in range(count):
-        candidate.backward(candidate.forward())

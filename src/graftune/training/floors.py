@@ -39,8 +39,8 @@ def _reason(parts: Parts) -> tuple[str, str]:
     from graftune.step.floor import DELTA_CARD
 
     spec, recompute = parts.base.spec, parts.config.train.recompute
-    if spec.experts:
-        return "experts", "there is no floor for a mixture of experts: which experts compute depends on the data"
+    if spec.experts and (parts.config.train.method != "lora" or parts.runtime.compute != torch.bfloat16):
+        return "experts", "there is a floor for a mixture of experts only with adapters and in bf16"
     if spec.recurrent and not re.search(DELTA_CARD, torch.cuda.get_device_name(parts.runtime.device)):
         return "delta nets", "there is no floor for delta nets on this card: the delta rule's is known for an H200 only"
     if recompute != "none":
@@ -52,7 +52,8 @@ def key_of(parts: Parts, shape: Capacities, forwards: int) -> str:
     """Of everything that a floor depends on. How long single documents are is not part of it: attention is a small
     share, and a run has other documents in every batch."""
     card = torch.cuda.get_device_name(parts.runtime.device)
-    held = [parts.placement.base_dtype, round(packed_bytes(parts), 4), parts.runtime.compute_name]
+    packed = [round(packed_bytes(parts, experts=experts), 4) for experts in (False, True)]
+    held = [parts.placement.base_dtype, packed, parts.runtime.compute_name]
     facts: list[Any] = [card, torch.__version__, repr(parts.base.spec), held, parts.config.train.method, list(shape)]
     facts += [forwards] if forwards else []
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
@@ -77,13 +78,14 @@ def work_of(parts: Parts, shape: Capacities, lengths: tuple[int, ...], forwards:
     spec = parts.base.spec
     return floor.Work(
         floor.layers_of(spec),
-        (spec.vocab, spec.width),
+        floor.Size(spec.vocab, spec.width),
         shape.capacity,
         shape.max_rows,
         lengths,
         forwards,
         full=parts.config.train.method != "lora",
         packed_bytes=packed_bytes(parts),
+        packed_experts=packed_bytes(parts, experts=True),
         fp8=parts.placement.base_dtype == "fp8",
         dtype=parts.runtime.compute,
     )
@@ -107,13 +109,16 @@ def measured(key: str, work: Work, device: torch.device, console: Console) -> fl
     return ms
 
 
-def packed_bytes(parts: Parts) -> float:
-    """Bytes of a projection's value that each product dequantises; 0: products read the stored values."""
+def packed_bytes(parts: Parts, *, experts: bool = False) -> float:
+    """Bytes of a value that each product dequantises, of projections or of a mixture's experts; 0: products read the
+    stored values."""
     form = parts.placement.format
     if form is not None:
         return form.value_bytes if form.dequantised else 0.0
     matrices = [
-        tensor for name, tensor in parts.base.tensors.items() if name.startswith("layers.") and len(tensor.shape) == 2
+        tensor
+        for name, tensor in parts.base.tensors.items()
+        if name.startswith("layers.") and len(tensor.shape) > 1 and (".experts." in name) == experts
     ]
     size = sum(tensor.nbytes for tensor in matrices) / max(1, sum(math.prod(tensor.shape) for tensor in matrices))
     return size if size < parts.runtime.compute.itemsize else 0.0
