@@ -54,6 +54,8 @@ MODELS = {
     "qwen2": "Qwen 2.5, QwQ, DeepSeek-R1-Distill-Qwen",
     "qwen3": "DeepSeek-R1-0528-Qwen3",
     "qwen3_5": "Qwen 3.6, Qwen 3.8 (dense)",
+    "qwen3_5_moe": "Qwen 3.6-35B-A3B",
+    "glm4_moe": "GLM-4.5 to 4.7 (not Flash)",
     "phi3": "Phi 3.5 mini, Phi 4, Phi 4 mini",
     "gemma": "CodeGemma",
     "glm4": "GLM-4-0414, GLM-Z1-0414",

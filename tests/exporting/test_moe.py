@@ -16,7 +16,7 @@ from tests.exporting import judges, models
 from tests.support import moe
 from tests.support.generate import generate
 
-VARIANTS = ("qwen3_moe", "mixtral")
+VARIANTS = tuple(moe.FAMILIES)
 
 
 @pytest.fixture(scope="module")
@@ -58,15 +58,19 @@ def test_gguf(variant, folder, tmp_path):
     export(str(folder(variant)), "gguf", kind="F32", out=str(plain))
     export(str(adapter), "gguf-lora", out=str(beside))
     want, before = judges.ours(run), judges.ours(run, adapted=False)
+    close = (
+        1e-3 if "linear_attn.A_log" in str(list(run.base.tensors)) else 1e-4
+    )  # a delta net's state adds up roundings
     assert judges.gap(want, before) > 0.1
-    assert judges.gap(judges.LlamaCpp(whole).along(judges.DOCUMENT), want) < 1e-4
-    assert judges.gap(judges.LlamaCpp(plain).along(judges.DOCUMENT), before) < 1e-4
-    assert judges.gap(judges.LlamaCpp(plain, [beside]).along(judges.DOCUMENT), want) < 1e-4
+    assert judges.gap(judges.LlamaCpp(whole).along(judges.DOCUMENT), want) < close
+    assert judges.gap(judges.LlamaCpp(plain).along(judges.DOCUMENT), before) < close
+    assert judges.gap(judges.LlamaCpp(plain, [beside]).along(judges.DOCUMENT), want) < close
     assert judges.gap(judges.ours(judges.opened(whole)), want) < 1e-4
     assert judges.gap(judges.ours(judges.opened(plain, beside, any_base=True)), want) < 1e-4
-    prompt = judges.DOCUMENT[:9]
+    prompts = [judges.DOCUMENT[:count] for count in range(4, 12)]
+    answers = generate(run.parts.decoder, prompts, Sampling(max_new_tokens=50, temperature=0.0), ())
+    prompt, said = next((p, a) for p, a in zip(prompts, answers, strict=True) if not {0, 2} & set(a))
     told = judges.LlamaCpp(plain, [beside]).ask(prompt, n_predict=50, return_tokens=True, top_k=1)["tokens"]
-    (said,) = generate(run.parts.decoder, [prompt], Sampling(max_new_tokens=50, temperature=0.0), ())
     assert len(told) == 50 and told == said
     back = export(str(whole), "merged", kind="F32", out=str(tmp_path / "back"))
     assert judges.gap(judges.in_transformers(back.path), want) < 1e-4

@@ -9,28 +9,60 @@ import torch
 
 from tests.support import tiny
 
-VARIANTS = ("qwen3_moe", "qwen3_moe-unnormalised", "mixtral")
 EXPERTS, CHOSEN = 6, 3
+DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4, "num_experts": EXPERTS, "moe_intermediate_size": 40,  # the last one has attention
+    "shared_expert_intermediate_size": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "rms_norm_eps": 1e-3,
+}  # fmt: skip
+# The class of the configuration in transformers, and its options beside those of all.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("Qwen3MoeConfig", {"moe_intermediate_size": 40, "num_experts": EXPERTS, "norm_topk_prob": True}),
+    "mixtral": ("MixtralConfig", {"intermediate_size": 40, "num_local_experts": EXPERTS, "sliding_window": None}),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", DELTA),
+    "qwen3_next": ("Qwen3NextConfig", DELTA),
+    "olmoe": (
+        "OlmoeConfig",
+        {"intermediate_size": 40, "num_experts": EXPERTS, "num_key_value_heads": 6, "head_dim": None},
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {
+            "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, "moe_intermediate_size": 40,
+            "num_experts": EXPERTS, "head_dim": None, "pad_token_id": 0,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {
+            "moe_intermediate_size": 40, "n_routed_experts": EXPERTS, "n_shared_experts": 2, "attention_bias": True,
+            "use_qk_norm": True, "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0,
+        },
+    ),
+}  # fmt: skip
+VARIANT_OPTIONS: dict[str, dict[str, Any]] = {
+    "qwen3_moe-unnormalised": {"norm_topk_prob": False},
+    "qwen3_moe-wide": {"hidden_size": 256, "num_hidden_layers": 2, "moe_intermediate_size": 256},
+    "qwen3_moe-small": {"num_hidden_layers": 1},
+}
+OLDER = ("qwen3_moe", "qwen3_moe-unnormalised", "mixtral")
+NEWER = tuple(family for family in FAMILIES if family not in OLDER)
+VARIANTS = (*OLDER, *NEWER)
 
 
 def hf_config(variant: str) -> Any:
     import transformers
 
-    wide, small = variant.endswith("-wide"), variant.endswith("-small")
     common: dict[str, Any] = {
-        "vocab_size": tiny.VOCAB, "hidden_size": 256 if wide else 48, "num_attention_heads": 6,
-        "num_hidden_layers": 1 if small else 2 if wide else 3,
-        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "tie_word_embeddings": False,
-        "num_experts_per_tok": CHOSEN, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": None, "use_cache": False,
+        "vocab_size": tiny.VOCAB, "hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6,
+        "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
+        "tie_word_embeddings": False, "num_experts_per_tok": CHOSEN, "bos_token_id": 0, "eos_token_id": 2,
+        "pad_token_id": None, "use_cache": False,
     }  # fmt: skip
-    if variant == "mixtral":
-        return transformers.MixtralConfig(
-            intermediate_size=40, num_local_experts=EXPERTS, sliding_window=None, **common
-        )
-    return transformers.Qwen3MoeConfig(
-        intermediate_size=72, moe_intermediate_size=256 if wide else 40, num_experts=EXPERTS,
-        norm_topk_prob=not variant.endswith("-unnormalised"), **common,
-    )  # fmt: skip
+    kind, options = FAMILIES[variant.partition("-")[0]]
+    options = common | options | VARIANT_OPTIONS.get(variant, {})
+    options = {name: value for name, value in options.items() if (name, value) != ("head_dim", None)}
+    return getattr(transformers, kind)(**options)
 
 
 def hf_model(variant: str, seed: int = 0) -> Any:
@@ -45,10 +77,18 @@ def hf_model(variant: str, seed: int = 0) -> Any:
         for name, p in model.named_parameters():
             if "norm" in name:
                 p.uniform_(0.5, 1.5)
-            elif "embed" in name:
+                if variant in ("qwen3_5_moe", "qwen3_next") and "linear_attn" not in name:
+                    p.sub_(1.0)  # theirs is the weight less one
+            elif "embed" in name or name.endswith("bias"):
                 p.normal_(0, 0.5)
+            elif "conv1d" in name:
+                p.normal_(0, 2.0)
             else:
-                p.normal_(0, (1.0 if name.endswith("mlp.gate.weight") else 0.6) / p.shape[-1] ** 0.5)
+                router = name.endswith(("mlp.gate.weight", "feed_forward.gate.weight", "shared_expert_gate.weight"))
+                p.normal_(0, (1.0 if router else 0.6) / p.shape[-1] ** 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
+                buffer.normal_(0, 0.2)
     return model.float().eval()
 
 

@@ -41,7 +41,8 @@ def lora_tensors(adapter: Adapter, base: Base, kind: str) -> list[OutputTensor]:
                 fix="export to gguf, which merges it",
             )
         value = rows.adapter_to_file(value, "gguf", base.spec, ours)
-        parts = value.chunk(len(stored_as)) if matrix == "lora_B" else [value] * len(stored_as)
+        sizes = rows.gguf_rows(base.spec, ours, len(value), len(stored_as))
+        parts = value.split(sizes) if matrix == "lora_B" else [value] * len(stored_as)
         for name, part in zip(stored_as, parts, strict=True):
             found.append(OutputTensor(f"{name}.{matrix.lower()}", TensorRows(part.float().contiguous()), kind))
     return found

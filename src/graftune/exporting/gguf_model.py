@@ -42,7 +42,8 @@ def gguf_tensors(base: Base, mix: str) -> list[OutputTensor]:
         if not stored_as:
             raise GraftuneError(f"{ours} has no name in GGUF", where=str(base.path), fix="export to merged or peft")
         source = rows.to_file(base.tensors[ours], "gguf", base.spec, ours)
-        for name, part in zip(stored_as, rows.divided(source, len(stored_as)), strict=True):
+        sizes = rows.gguf_rows(base.spec, ours, source.shape[0], len(stored_as))
+        for name, part in zip(stored_as, rows.divided(source, sizes), strict=True):
             found.append(OutputTensor(name, part, tensor_kind(name, tuple(part.shape), mix, base.spec)))
     found += [OutputTensor(n, s, tensor_kind(n, tuple(s.shape), mix, base.spec)) for n, s in stacks.items()]
     return [*found, *carried_outputs(base.carried_to("gguf"))]

@@ -110,6 +110,11 @@ class PartSpec:
         return order if order is not None and name.endswith("AB"[1 - order.dim] + ".weight") else None
 
     @property
+    def gguf_rows(self) -> dict[str, tuple[int, ...]]:
+        """The rows of each tensor of a GGUF that holds a part of a projection, where they are not equal."""
+        return {}
+
+    @property
     def log_decays(self) -> tuple[str, ...]:
         """Those of `tensors` that a GGUF stores as -exp of the value."""
         return ()

@@ -30,8 +30,8 @@ Note = Callable[[str], None]  # takes a note for the user
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # What some families hold as one projection, and adapters there are on: what they call it, and its parts elsewhere.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-# As Qwen3.5's gated delta nets call them, beside out_proj.
-DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+# As the gated delta nets of Qwen3.5 and Qwen3-Next call them, beside out_proj.
+DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba")
 # LFM's and Granite 4's.
 OTHER_PROJECTIONS = ("in_proj", "out_proj", "w1", "w3", "w2", "g_proj", "input_linear", "output_linear")
 TARGETS = (*PROJECTIONS, *FUSED, *OTHER_PROJECTIONS, *DELTA_PROJECTIONS)

@@ -23,7 +23,7 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.io.files import check_inside, new_folder
 from graftune.model.arena import Arena
-from graftune.model.families import NORMS, short_targets
+from graftune.model.families import NORMS, family_of, short_targets
 from graftune.model.lora import target_names, targets_of
 from graftune.model.spec import ModelSpec
 from graftune.settings.config import LoraConfig, is_target, ordered_targets
@@ -162,6 +162,10 @@ def _peft_config(
     spec, targets = base.spec, targets_of(base.spec, lora)
     of_experts = experts.target_parameters(spec, targets)
     matrices = [path for path in targets if not _is_experts(spec, path)]
+    if family_of(spec).dense_by_parameter:
+        dense = [path for path in matrices if path.rpartition(".")[2] in experts.PROJECTIONS]
+        matrices = [path for path in matrices if path not in dense]
+        of_experts += [f"{path}.weight" for path in dense]
     target_modules = list(target_names(spec, matrices))
     modules_to_save = sorted({name.rpartition(".")[2] for name in whole})
     if _has_paths(base, scheme):

@@ -38,13 +38,21 @@ def load_gguf_adapter(path: Path) -> Adapter:
     family = by_architecture(str(get("general.architecture")))
     tensors = experts.adapters_from_gguf(file.tensors, str(path), "mlp" if family is None else family.experts_module)
     for stored, tensor in file.tensors.items():
-        if experts.is_stacked(stored):
-            continue
         match = re.fullmatch(r"(.+\.weight)\.lora_([ab])", stored)
+        if experts.is_stacked(stored) or (match and family and family.is_second_part(match[1])):
+            continue
         ours = family.our_name(match[1]) if match and family else None
         if match is None or ours is None or len(tensor.shape) != 2 or ours.split(".")[-2] not in TARGETS:
             raise GraftuneError(f"the adapter uses {stored}", where=str(path), fix="this cannot be loaded here")
-        tensors[f"{ours.removesuffix('weight')}lora_{match[2].upper()}.weight"] = tensor.values()
+        both = [f"{name}.lora_{match[2]}" for name in family.to_gguf(ours)] if family else []
+        value = _joined([file.tensors[name].values() for name in both if name in file.tensors], match[2])
+        if value is None or len(both) != sum(name in file.tensors for name in both):
+            raise GraftuneError(
+                f"the adapter uses {stored} without its second part, or with another A there",
+                where=str(path),
+                fix="this cannot be loaded here",
+            )
+        tensors[f"{ours.removesuffix('weight')}lora_{match[2].upper()}.weight"] = value
     return Adapter(
         path,
         _settings(tensors, float(alpha), path, modules_of([] if family is None else family.block_names)),
@@ -56,6 +64,13 @@ def load_gguf_adapter(path: Path) -> Adapter:
         str(get(REVISION) or ""),
         order="gguf",
     )
+
+
+def _joined(parts: list[torch.Tensor], matrix: str) -> torch.Tensor | None:
+    """The B of a projection out of its parts; they have one A. None: they have not."""
+    if matrix == "b":
+        return torch.cat(parts)
+    return parts[0] if all(torch.equal(part, parts[0]) for part in parts) else None
 
 
 def _settings(

@@ -227,10 +227,12 @@ def _open_gguf(name: str, path: Path) -> Base:
         if split is not None:
             tensors.update(split)
             continue
-        if family.is_gguf_only(gguf_name):
+        if family.is_gguf_only(gguf_name) or family.is_second_part(gguf_name):
             continue
         ours = family.our_name(gguf_name) or gguf_name  # _check_tensors refuses it by name
-        tensors[ours] = rows_.from_file(tensor, "gguf", spec, ours)
+        both = [file.tensors[stored] for stored in family.to_gguf(ours) if stored in file.tensors]
+        source = rows_.Joined(tuple(both)) if len(both) > 1 else tensor
+        tensors[ours] = rows_.from_file(source, "gguf", spec, ours)
     return Base(name, path, "gguf", spec, tok.from_gguf(file.metadata), tensors, parts, carried=carried)
 
 
@@ -238,7 +240,10 @@ def _open_folder(name: str, folder: Path) -> Base:
     described = _open_config(name, _config_in(folder))
     stored = safetensors_io.open_folder(folder)
     scheme = names.scheme_of(stored)
-    outside = {n: t for n, t in stored.items() if _is_outside(n, scheme, described.multimodal)}
+    layers = len(described.spec.layers)
+    predicting = family_of(described.spec).prediction_layers(read_json(folder / "config.json", "download it again"))
+    further = tuple(f"{scheme.prefix}layers.{layers + number}." for number in range(predicting))
+    outside = {n: t for n, t in stored.items() if _is_outside(n, scheme, described.multimodal) or n.startswith(further)}
     found = assembled({n: t for n, t in stored.items() if n not in outside}, folder)
     ours = family_of(described.spec).from_folder
     tensors = {ours(names.from_hf(n)): t for n, t in found.items() if not n.endswith("rotary_emb.inv_freq")}

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from graftune.weights.gguf_io import GgufTensor
 
 _GGUF = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
+PROJECTIONS = tuple(_GGUF)
 _GGUF_BACK = {gguf: (ours,) for ours, gguf in _GGUF.items()} | {"ffn_gate_up_exps": PARAMETERS["gate_up_proj"]}
 
 
@@ -227,11 +228,15 @@ def target_parameters(spec: ModelSpec, targets: Collection[str]) -> list[str]:
 
 
 def wrapped_parameters(names: list[str]) -> list[str] | None:
-    """The parameters that PEFT's target_parameters mean, in the order in which they are wrapped; None if one of them is
-    unknown."""
-    found = {match[1] for n in names if (match := re.fullmatch(r"(?:.*\.)?(gate_up_proj|down_proj)", str(n)))}
-    known = all(re.fullmatch(r"(?:(?:.*\.)?experts\.)?(gate_up_proj|down_proj)", str(name)) for name in names)
-    return [parameter for parameter in PARAMETERS if parameter in found] if known else None
+    """The parameters of experts that PEFT's target_parameters mean, in the order in which they are wrapped; None if a
+    name means something else. Weights of single projections are adapted as modules are."""
+    found: set[str] = set()
+    for name in names:
+        match = re.fullmatch(r"(?:(?:.*\.)?experts\.)?(gate_up_proj|down_proj)|(.*\.)?(\w+)\.weight", str(name))
+        if match is None or (match[3] and match[3] not in PROJECTIONS):
+            return None
+        found |= {match[1]} - {None}
+    return [parameter for parameter in PARAMETERS if parameter in found]
 
 
 def adapters_to_peft(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -37,6 +37,7 @@ from graftune.settings.config import LoraConfig
 from graftune.weights.base import Base
 from graftune.weights.finite import check_loaded, naming_nonfinite
 from graftune.weights.placement import Placement
+from graftune.weights.rows import Joined
 
 TABLE_VALUES = 1 << 26  # of an embedding or head that products may have in the scratch at once
 
@@ -196,7 +197,8 @@ class _Placer:
         """One weight out of the rows of all members, and the format that joins it with its adapters."""
         if names[0] in self.arena.slots:
             return self.trained(names, shapes[0][1]), self.float_format
-        sources = [self.source(n, s) for n, s in zip(names, shapes, strict=True)]
+        stored = [self.source(n, s) for n, s in zip(names, shapes, strict=True)]
+        sources = [part for one in stored for part in (one.parts if isinstance(one, Joined) else (one,))]
         formats = [self.format_of(source) for source in sources]
         weight = self.builder.weight(sources, formats, adapter_columns, as_stored=self.as_stored)
         self.made.append(weight)

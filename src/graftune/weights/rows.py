@@ -93,10 +93,48 @@ class RowRange(Over):
         return read(self.first + start, self.first + min(stop, self.count))
 
 
-def divided(source: RowSource, parts: int) -> list[RowSource]:
-    """The rows of a source as so many sources of equal size."""
-    size = source.shape[0] // parts
-    return [source] if parts == 1 else [RowRange(source, size, part * size) for part in range(parts)]
+@dataclass(frozen=True)
+class Joined(RowsByReading):
+    """The rows of several sources, one after the other."""
+
+    parts: tuple[RowSource, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+
+    @property
+    def dtype_name(self) -> str:
+        return self.parts[0].dtype_name
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        found, first = [], 0
+        for part in self.parts:
+            begin, end = max(start - first, 0), min(stop - first, part.shape[0])
+            if begin < end:
+                found.append(part.read(begin, end))
+            first += part.shape[0]
+        return torch.cat(found)
+
+
+def gguf_rows(spec: ModelSpec, name: str, rows: int, parts: int) -> tuple[int, ...]:
+    """How many rows of a tensor, given by our name, each of the GGUF's tensors has that hold it."""
+    part, inner = spec.part_of(name)
+    found = part.gguf_rows.get(inner.partition(".")[0]) if part is not None and parts > 1 else None
+    return found or (rows // parts,) * parts
+
+
+def divided(source: RowSource, sizes: tuple[int, ...]) -> list[RowSource]:
+    """The rows of a source as several sources of these sizes."""
+    if len(sizes) == 1:
+        return [source]
+    if isinstance(source, Joined) and tuple(part.shape[0] for part in source.parts) == sizes:
+        return list(source.parts)
+    return [RowRange(source, size, sum(sizes[:place])) for place, size in enumerate(sizes)]
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from graftune.model.families.muse import MUSE
 from graftune.model.families.olmo import OLMO
 from graftune.model.families.phi import PHI
 from graftune.model.families.qwen import QWEN
+from graftune.model.families.qwen_delta import QWEN_DELTA
 from graftune.model.families.reading import Config
 from graftune.model.families.refused import REFUSED
 from graftune.model.spec import ModelSpec
@@ -38,6 +39,7 @@ def modules_of(names: Collection[str]) -> dict[str, tuple[str, ...]]:
 _GROUPS = (
     LLAMA,
     QWEN,
+    QWEN_DELTA,
     GEMMA,
     PHI,
     GRANITE,

@@ -81,11 +81,14 @@ class Family:
     pattern: int = 0  # alternate: every such layer has none
     local_rope: bool = False  # layers with a window have a rope of their own, which is never scaled
     partial_rope: bool = False  # rope may rotate a part of each head
+    # PEFT takes the names of an expert's projections for the experts, wherever they stand: dense ones go by parameters.
+    dense_by_parameter: bool = False
     experts_key: str = ""  # how many experts a mixture has; "": the family is dense
     keys: Mapping[str, str] = field(default_factory=dict)  # beside KEYS
     gguf_names: Mapping[str, str] = field(default_factory=dict)  # where GGUF's names are not those of BLOCK and TOP
-    gguf_halves: Mapping[str, str] = field(default_factory=dict)  # GGUF's name of the second half of a tensor's rows
+    gguf_parts: Mapping[str, str] = field(default_factory=dict)  # GGUF's name of the second part of a tensor's rows
     interleaved: tuple[str, ...] = ()  # AttentionSpec.interleaved
+    prediction_key: str = ""  # how many layers behind the last one predict further tokens; "": folders have none there
     in_llama_cpp: bool = True
     windows_in_llama_cpp: bool = False
     layers_of_70b: int = 0  # so many layers make llama.cpp's quantiser take a model for one of 70B parameters
@@ -221,6 +224,10 @@ class Family:
     def from_gguf(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> ModelSpec:
         spelled = {ours: f"{self.arch}.{theirs}" for ours, theirs in self.all_keys.items()}
         return self.spec(self.gguf_config(metadata, tensors, where), where, spelled)
+
+    def prediction_layers(self, config: Config) -> int:
+        """How many layers of a folder, behind those of the model, predict further tokens."""
+        return int(config.get(self.prediction_key) or 0) if self.prediction_key else 0
 
     def prediction_blocks(self, metadata: Config) -> int:
         """How many of a GGUF's last blocks predict further tokens: they are no layers of the model."""
@@ -362,10 +369,10 @@ class Family:
         return TOP | {ours: theirs for ours, theirs in self.gguf_names.items() if ours == self.final_norm}
 
     def to_gguf(self, ours: str) -> tuple[str, ...]:
-        """GGUF's name of one of our tensors: two names where a GGUF divides its rows in halves, none where it has no
-        place for the tensor."""
+        """GGUF's name of one of our tensors: two names where a GGUF divides its rows (in halves, or as the spec's
+        `gguf_rows` says), none where it has no place for the tensor."""
         found = _renamed(ours, "layers", "blk", self.block_names, self.top_names)
-        second = self.gguf_halves.get(found.split(".")[-2]) if found else None
+        second = self.gguf_parts.get(found.split(".")[-2]) if found else None
         if found is None or second is None:
             return () if found is None else (found,)
         stem, _, kind = found.rsplit(".", 2)
@@ -375,6 +382,10 @@ class Family:
         """Our name of a tensor of a GGUF, or None for one that is not a weight of the model (rope_freqs and others)."""
         block, top = ({theirs: ours for ours, theirs in t.items()} for t in (self.block_names, self.top_names))
         return _renamed(gguf, "blk", "layers", block, top)
+
+    def is_second_part(self, gguf: str) -> bool:
+        """Whether a tensor of a GGUF is the second part of another one."""
+        return any(re.fullmatch(rf"blk\.\d+\.{second}\.weight", gguf) for second in self.gguf_parts.values())
 
     def to_folder(self, ours: str) -> str:
         """The name, behind `model.`, that a Hugging Face folder of the family has for one of our tensors."""

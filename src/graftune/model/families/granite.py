@@ -89,7 +89,7 @@ GRANITE = (
         mlp="shared_mlp",
         mlp_names=("input_linear", "output_linear"),
         gguf_names={"shared_mlp.input_linear": "ffn_gate", "shared_mlp.output_linear": "ffn_down"},
-        gguf_halves={"ffn_gate": "ffn_up"},
+        gguf_parts={"ffn_gate": "ffn_up"},
         **COMMON,
     ),
 )

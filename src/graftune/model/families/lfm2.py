@@ -1,4 +1,5 @@
-"""LFM2: a short convolution in place of attention in most layers, and names of its own. LFM3: windows in some of the
+"""LFM2: a short convolution in place of attention in most layers, and names of its own; with experts behind the first
+layers, too. LFM3: windows in some of the
 other layers, a gate for each head, and norms behind each part too."""
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from typing import Any
 
 from graftune.errors import GraftuneError
 from graftune.model.families.common import Family
+from graftune.model.families.mixture import Mixture, experts_of, numbered_from_folder, numbered_to_folder
 from graftune.model.families.reading import Config, Getter
+from graftune.model.feed_forward.router import RouterSpec
 from graftune.model.layer_spec import NormSpec
 from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.mixers.short_conv import ShortConvSpec
@@ -94,6 +97,37 @@ class Lfm2(Family):
 
 
 @dataclass(frozen=True)
+class Lfm2Moe(Mixture, Lfm2):
+    """The feed-forward's width is as its configuration states it."""
+
+    def completed(self, config: Config) -> dict[str, Any]:
+        return super().completed(dict(self.defaults) | dict(config) | {"block_auto_adjust_ff_dim": False})
+
+    def router(self, get: Getter) -> RouterSpec:
+        found = super().router(get)
+        return found if get.config["use_expert_bias"] else replace(found, selection_bias="")
+
+    def config(self, spec: ModelSpec, where: str = "") -> dict[str, Any]:
+        return super().config(spec, where) | {"use_expert_bias": bool(experts_of(spec).router.selection_bias)}
+
+    def gguf_keys(self, spec: ModelSpec, where: str) -> dict[str, Any]:
+        router = experts_of(spec).router
+        if not router.selection_bias or router.scale != 1:
+            raise GraftuneError(
+                "llama.cpp knows this family only with a bias of the router and without a scale of the experts",
+                where=where,
+                fix="export to merged or peft",
+            )
+        return super().gguf_keys(spec, where)
+
+    def to_folder(self, ours: str) -> str:
+        return numbered_to_folder(super().to_folder(ours))
+
+    def from_folder(self, name: str) -> str:
+        return numbered_from_folder(super().from_folder(name))
+
+
+@dataclass(frozen=True)
 class Lfm3(Lfm2):
     def completed(self, config: Config) -> dict[str, Any]:
         """With what transformers takes for each kind of layer."""
@@ -134,22 +168,55 @@ class Lfm3(Lfm2):
         }
 
 
+CONV_KEYS = {"conv_L_cache": "shortconv.l_cache"}
+LFM2_NAMES = NAMES | {
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+}
+LFM2_COMMON: dict[str, Any] = {
+    "norms": ("operator_norm", None, "ffn_norm", None),
+    "final_norm": "embedding_norm",
+    "qk_norm": True,
+    **FEED_FORWARD,
+}
 LFM2 = (
     Lfm2(
         "lfm2",
         "Lfm2ForCausalLM",
         defaults={"rope_theta": 1_000_000.0, "conv_L_cache": 3},
-        norms=("operator_norm", None, "ffn_norm", None),
-        final_norm="embedding_norm",
-        qk_norm=True,
-        **FEED_FORWARD,
-        keys={"conv_L_cache": "shortconv.l_cache"},
-        gguf_names=NAMES
-        | {
-            "self_attn.out_proj": "attn_output",
-            "self_attn.q_layernorm": "attn_q_norm",
-            "self_attn.k_layernorm": "attn_k_norm",
+        keys=CONV_KEYS,
+        gguf_names=LFM2_NAMES,
+        **LFM2_COMMON,
+    ),
+    Lfm2Moe(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        architecture="lfm2moe",
+        defaults={
+            "rope_theta": 1_000_000.0,
+            "conv_L_cache": 3,
+            "num_dense_layers": 2,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1792,
+            "norm_topk_prob": True,
+            "use_expert_bias": True,
         },
+        experts_key="num_experts",
+        expert_ffn_key="moe_intermediate_size",
+        dense_key="num_dense_layers",
+        score="sigmoid",
+        selection_bias="expert_bias",
+        sum_eps=1e-6,
+        scale_key="routed_scaling_factor",
+        keys=CONV_KEYS
+        | {
+            "moe_intermediate_size": "expert_feed_forward_length",
+            "num_dense_layers": "leading_dense_block_count",
+        },
+        gguf_names=LFM2_NAMES | {"feed_forward.gate": "ffn_gate_inp", "feed_forward.expert_bias": "exp_probs_b.bias"},
+        **LFM2_COMMON,
     ),
     Lfm3(
         "lfm3",

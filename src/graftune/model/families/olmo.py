@@ -1,13 +1,19 @@
-"""OLMo 2 and 3: norms behind each part only, and one over all heads of queries and of keys; 3 has windows.
+"""OLMo 2 and 3: norms behind each part only, and one over all heads of queries and of keys; 3 has windows. OLMoE: norms
+before each part, and experts whose weights do not sum to one.
 
-GGUF has one architecture for both: a window tells them apart.
+GGUF has one architecture for OLMo 2 and 3: a window tells them apart.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+from graftune.errors import GraftuneError
 from graftune.model.families.common import Family
+from graftune.model.families.mixture import Mixture
+from graftune.model.families.reading import Getter
+from graftune.model.mixers.attention import AttentionSpec
 
 BEHIND: dict[str, Any] = {
     "norms": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
@@ -16,6 +22,16 @@ BEHIND: dict[str, Any] = {
         "post_feedforward_layernorm": "post_ffw_norm",
     },
 }
+
+
+@dataclass(frozen=True)
+class Olmoe(Mixture):
+    def attention(self, get: Getter) -> AttentionSpec:
+        if get.config.get("clip_qkv") is not None:
+            raise GraftuneError("clips queries, keys and values", where=get.where, fix="use a base without clip_qkv")
+        return super().attention(get)
+
+
 COMMON: dict[str, Any] = {"architecture": "olmo2", "qk_norm": True, "wide_qk_norm": True, **BEHIND}
 OLMO = (
     Family(
@@ -28,6 +44,15 @@ OLMO = (
         local_rope=True,
         windows_in_llama_cpp=True,
         **COMMON,
+    ),
+    Olmoe(
+        "olmoe",
+        "OlmoeForCausalLM",
+        defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+        qk_norm=True,
+        wide_qk_norm=True,
+        experts_key="num_experts",
+        llama_cpp_normalises=False,
     ),
     Family("olmo2", "Olmo2ForCausalLM", defaults={"rms_norm_eps": 1e-5}, **COMMON),
 )

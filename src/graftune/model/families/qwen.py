@@ -1,24 +1,15 @@
-"""Qwen 2, with a bias on queries, keys and values; Qwen 3, with a norm on queries and keys, dense and with experts; the
-text model of Qwen3-VL, whose rope over three positions is the plain one where there are no images; and Qwen 3.5, with
-gated delta nets in most layers, a gate on attention's output and norms that are stored less one."""
+"""Qwen 2, with a bias on queries, keys and values; Qwen 3, with a norm on queries and keys, dense and with experts; and
+the text model of Qwen3-VL, whose rope over three positions is the plain one where there are no images."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from graftune.arithmetic import ceil_div
-from graftune.errors import GraftuneError
 from graftune.model.families.common import Family
 from graftune.model.families.mixture import Mixture
-from graftune.model.families.reading import Config, Getter
-from graftune.model.mixers.attention import AttentionSpec
-from graftune.model.mixers.gated_delta import DeltaHeads, GatedDeltaSpec
-from graftune.model.part import MixerSpec
+from graftune.model.families.reading import Config
 from graftune.model.spec import ModelSpec
-
-LINEAR, FULL = "linear_attention", "full_attention"
 
 
 @dataclass(frozen=True)
@@ -42,96 +33,10 @@ class Qwen3Vl(Family):
 
     def gguf_vision_keys(self, config: Config) -> dict[str, Any]:
         vision = config.get("vision_config") or {}
-        return _sections_of(config) | {"n_deepstack_layers": len(vision.get("deepstack_visual_indexes") or ())}
+        return sections_of(config) | {"n_deepstack_layers": len(vision.get("deepstack_visual_indexes") or ())}
 
 
-@dataclass(frozen=True)
-class Qwen35(Family):
-    """Also of Qwen 3.6 and of the dense Qwen 3.8. Rope's positions of images have three coordinates (`sections`), which
-    are all the same for text."""
-
-    def attention(self, get: Getter) -> AttentionSpec:
-        return replace(super().attention(get), gate="in_q")
-
-    def delta(self, get: Getter) -> GatedDeltaSpec:
-        sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
-        return GatedDeltaSpec(
-            get.whole("hidden_size"),
-            DeltaHeads(*(get.whole(f"linear_{size}") for size in sizes)),
-            get.whole("linear_conv_kernel_dim"),
-            get.number("rms_norm_eps", 1e-6),
-            tiled=bool(get.config.get("tiled")),  # never in a config.json: see gguf_config
-        )
-
-    def mixers(self, get: Getter) -> list[MixerSpec]:
-        attention, delta = self.attention(get), self.delta(get)
-        kinds = get.config.get("layer_types") or _spaced(get.layers(), get.whole("full_attention_interval"))
-        if not {LINEAR, FULL}.issuperset(kinds):
-            raise get.refused("kinds of layers")
-        return [delta if kind == LINEAR else attention for kind in get.by_layer(kinds)]
-
-    def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """A GGUF has the value heads of all key heads in turn, and says how wide they are together."""
-        config = super().gguf_config(metadata, tensors, where)
-        inner, heads = metadata.get(f"{self.arch}.ssm.inner_size"), config.get("linear_num_value_heads")
-        if inner and heads:
-            config["linear_value_head_dim"] = inner // heads
-        kinds = [LINEAR if f"blk.{index}.ssm_a" in tensors else FULL for index in range(config["num_hidden_layers"])]
-        return config | {"tiled": True, "layer_types": kinds}
-
-    def config(self, spec: ModelSpec, where: str = "") -> dict[str, Any]:
-        found = super().config(spec, where)
-        mixers = [layer.mixer for layer in spec.layers]
-        delta = next((mixer for mixer in mixers if isinstance(mixer, GatedDeltaSpec)), None)
-        if delta is not None:
-            found |= {
-                "linear_conv_kernel_dim": delta.taps,
-                "linear_num_key_heads": delta.heads.key_heads,
-                "linear_num_value_heads": delta.heads.value_heads,
-                "linear_key_head_dim": delta.heads.key_width,
-                "linear_value_head_dim": delta.heads.value_width,
-            }
-        rope = {"rope_type": "default", "rope_theta": found["rope_theta"]} | (found.pop("rope_scaling") or {})
-        share = {"partial_rotary_factor": found.pop("partial_rotary_factor", 1.0)}
-        images = {"mrope_interleaved": True, "mrope_section": self.sections(spec)[:3]}
-        kinds = [LINEAR if isinstance(mixer, GatedDeltaSpec) else FULL for mixer in mixers]
-        return found | {"rope_parameters": rope | share | images, "layer_types": kinds, "attn_output_gate": True}
-
-    def sections(self, spec: ModelSpec) -> list[int]:
-        """How many of rope's frequencies turn by time, height and width."""
-        pairs = spec.ropes[0].width // 2
-        first = ceil_div(pairs, 3)
-        second = ceil_div(pairs - first, 2)
-        return [first, second, pairs - first - second, 0]
-
-    def gguf_keys(self, spec: ModelSpec, where: str) -> dict[str, Any]:
-        found, kinds = super().gguf_keys(spec, where), self.config(spec, where)["layer_types"]
-        every = kinds.index(FULL) + 1
-        heads = {mixer.heads for layer in spec.layers if isinstance(mixer := layer.mixer, GatedDeltaSpec)}
-        if (
-            kinds != _spaced(len(kinds), every)
-            or len(heads) > 1
-            or any(one.key_width != one.value_width for one in heads)
-        ):
-            raise GraftuneError(
-                "llama.cpp knows this family only with attention in every n-th layer and with key and value heads of"
-                " one width",
-                where=where,
-                fix="export to merged or peft",
-            )
-        if heads:
-            found["ssm.inner_size"] = heads.pop().values
-        return found | {"full_attention_interval": every, "rope.dimension_sections": self.sections(spec)}
-
-    def gguf_vision_keys(self, config: Config) -> dict[str, Any]:
-        return _sections_of(config)
-
-
-def _spaced(layers: int, every: int) -> list[str]:
-    return [FULL if (index + 1) % every == 0 else LINEAR for index in range(layers)]
-
-
-def _sections_of(config: Config) -> dict[str, Any]:
+def sections_of(config: Config) -> dict[str, Any]:
     """The shares of a head that time, height and width rotate, as a text-and-vision configuration states them."""
     text = config.get("text_config") or {}
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
@@ -160,43 +65,5 @@ QWEN = (
         experts_key="num_experts",
         expert_ffn_key="moe_intermediate_size",
         keys={"moe_intermediate_size": "expert_feed_forward_length"},
-    ),
-    Qwen35(
-        "qwen3_5",
-        "Qwen3_5ForCausalLM",
-        model_type="qwen3_5_text",
-        outer=("qwen3_5",),
-        architecture="qwen35",
-        defaults={
-            "head_dim": 256,
-            "partial_rotary_factor": 0.25,
-            "full_attention_interval": 4,
-            "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
-        },
-        norm_offset=1.0,
-        qk_norm=True,
-        partial_rope=True,
-        keys={
-            "linear_conv_kernel_dim": "ssm.conv_kernel",
-            "linear_key_head_dim": "ssm.state_size",
-            "linear_num_key_heads": "ssm.group_count",
-            "linear_num_value_heads": "ssm.time_step_rank",
-        },
-        gguf_names={
-            "post_attention_layernorm": "post_attention_norm",
-            "linear_attn.in_proj_qkv": "attn_qkv",
-            "linear_attn.in_proj_z": "attn_gate",
-            "linear_attn.in_proj_b": "ssm_beta",
-            "linear_attn.in_proj_a": "ssm_alpha",
-            "linear_attn.conv1d": "ssm_conv1d",
-            "linear_attn.A_log": "ssm_a",
-            "linear_attn.dt_bias": "ssm_dt.bias",
-            "linear_attn.norm": "ssm_norm",
-            "linear_attn.out_proj": "ssm_out",
-        },
     ),
 )

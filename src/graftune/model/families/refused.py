@@ -30,7 +30,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
     (f"(Gemma 3n) is {_YET}", "gemma3n gemma3n_text"),
     (
         f"is a mixture of experts that is {_YET}",
-        "qwen3_5_moe qwen3_5_moe_text qwen35moe qwen3_next qwen3next glm4_moe glm4moe olmoe lfm2_moe lfm2moe "
         "qwen3_vl_moe qwen3_vl_moe_text qwen3vlmoe qwen2_moe qwen2moe granitemoe",
     ),
 )

@@ -9,7 +9,8 @@ the rule's output and what the rule saves, and recomputes the convolution and th
 
 Value head h reads key head h // (V / K) in Hugging Face's folders and h % K in GGUFs. The columns of the output
 projection follow the same order, and they cannot change places inside a GGUF's blocks, so the order of the heads is a
-property of the mixer (`tiled`), and adapters and exports are reordered instead (`order_in`).
+property of the mixer (`tiled`), and adapters and exports are reordered instead (`order_in`). Qwen3-Next has two input
+projections, and its folders hold their rows by key head.
 
 Legend: T tokens, W width, K key heads, V value heads, D width of a key head, E width of a value head, C = 2KD + VE
 columns of the convolution, S sequences.
@@ -68,17 +69,27 @@ class GatedDeltaSpec(MixerSpec):
     norm_eps: float
     tiled: bool = False  # value head h reads key head h % K, not h // (V / K)
     module: str = "linear_attn"
+    by_key_head: bool = (
+        False  # q, k, v and z are one projection, b and a another, in folders one key head's after the other
+    )
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
         heads = self.heads
+        if self.by_key_head:
+            fused = {"in_proj_qkvz": heads.convolved + heads.values, "in_proj_ba": 2 * heads.value_heads}
+            return {name: (out, self.width) for name, out in fused.items()} | {"out_proj": (self.width, heads.values)}
         into = {"qkv": heads.convolved, "z": heads.values, "b": heads.value_heads, "a": heads.value_heads}
         found = {f"in_proj_{name}": (out, self.width) for name, out in into.items()}
         return found | {"out_proj": (self.width, heads.values)}
 
     @property
     def groups(self) -> dict[str, tuple[str, ...]]:
-        return {"in": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out": ("out_proj",)}
+        return {"in": tuple(self.projections)[:-1], "out": ("out_proj",)}
+
+    @property
+    def gguf_rows(self) -> dict[str, tuple[int, ...]]:
+        return {"in_proj_qkvz": (self.heads.convolved, self.heads.values)} if self.by_key_head else {}
 
     @property
     def norms(self) -> dict[str, int]:
@@ -117,6 +128,8 @@ class GatedDeltaSpec(MixerSpec):
 
     def order_in(self, file: str, name: str) -> FileOrder | None:
         """Folders have the value heads of one key head side by side, GGUFs one of every key head in turn."""
+        if self.by_key_head:
+            return self._by_key_head(file, name)
         heads = self.heads
         widths = {"in_proj_b": 1, "in_proj_a": 1, DECAY: 1, DT_BIAS: 1} | dict.fromkeys(
             ("in_proj_qkv", "conv1d", "in_proj_z", "out_proj"), heads.value_width
@@ -129,6 +142,17 @@ class GatedDeltaSpec(MixerSpec):
         if name in ("in_proj_qkv", "conv1d"):  # the rows of q and k stay
             order = torch.cat((torch.arange(2 * heads.keys), order + 2 * heads.keys))
         return FileOrder(1 if name == "out_proj" else 0, order)
+
+    def _by_key_head(self, file: str, name: str) -> FileOrder | None:
+        """The order of Qwen3-Next's two input projections: by key head in folders; in GGUFs only b and a are."""
+        heads = self.heads
+        sizes: dict[str, tuple[int, ...]] = {"in_proj_ba": (heads.value_heads, heads.value_heads)}
+        if file == "folder":
+            sizes["in_proj_qkvz"] = (heads.keys, heads.keys, heads.values, heads.values)
+        if name not in sizes:
+            return None
+        parts = torch.arange(sum(sizes[name])).split(sizes[name])
+        return FileOrder(0, torch.cat([part.view(heads.key_heads, -1) for part in parts], 1).reshape(-1))
 
     def build(self, place: PartPlacer) -> GatedDelta:
         taps, grad_taps = place.tensor(TAPS)
