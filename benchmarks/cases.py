@@ -26,8 +26,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -245,6 +246,8 @@ class Case:
             "shard_base": "yes" if self.where == "shard" else "no",
             "loss": self.loss,
         }
+        if self.pairs:
+            values["reference_pass"] = self.reference
         if self.base == "bf16" and device.type != "cuda":
             values["base_dtype"] = "auto"
         if self.method == "lora":
@@ -338,7 +341,8 @@ def pairs(case: Case) -> list[list[list[Pair]]]:
 def documents(case: Case) -> list[list[list[Example]]]:
     """[batch][micro][document], as graftune takes them."""
     if case.pairs:
-        return [[_answers(micro) for micro in batch] for batch in pairs(case)]
+        numbers = itertools.count()
+        return [[_answers(micro, numbers) for micro in batch] for batch in pairs(case)]
     masks = [[i >= prompt for i in range(n)] for n, prompt in zip(case.lengths, case.prompts, strict=True)]
     return [
         [[Example(*one) for one in zip(micro, masks, strict=True)] for micro in batch]
@@ -346,10 +350,10 @@ def documents(case: Case) -> list[list[list[Example]]]:
     ]
 
 
-def _answers(micro: list[Pair]) -> list[Example]:
+def _answers(micro: list[Pair], numbers: Iterator[int]) -> list[Example]:
     return [
         Example(pair.prompt + answer, [False] * len(pair.prompt) + [True] * len(answer), group=number)
-        for number, pair in enumerate(micro)
+        for number, pair in zip(numbers, micro, strict=False)
         for answer in (pair.chosen, pair.rejected)
     ]
 

@@ -34,7 +34,7 @@ def work_of(case: Case) -> Work:
         case.responses,
         case.lengths,
         full=case.method == "full",
-        **({"forwards": case.forwards} if case.forwards else {}),
+        forwards=case.forwards,
         packed_bytes=packed_bytes(case),
         packed_experts=packed_bytes(case),
         fp8=case.base == "fp8",

@@ -46,9 +46,9 @@ from benchmarks import cases, measure
 
 if TYPE_CHECKING:
     from graftune.batch import PackedBatch
+    from graftune.data.encoded import Examples
     from graftune.dist.world import World
-    from graftune.losses import Loss
-    from graftune.session import Session
+    from graftune.session import Parts, Session
 
 DEFAULT = ("1b-1x512", "1b-4x2048", "8b-1x512", "8b-4x2048", "350m-full-4x512x4")
 Found = dict[str, dict[str, Any]]
@@ -95,7 +95,7 @@ def hot_loop(
     """The hot loop of a run, batches staged by a thread as its loader does."""
     session = opened(case, device, ranked=ranked, graph=graph)
     arena, loop, step = session.parts.arena, session.parts.pipeline, session.parts.step
-    batches = packed(case, step.loss)
+    batches = packed(case, session.parts)
     loop.bound_documents(case.length)
     hyper = case.hyper | {"divisor": sum(micro.divisor for micro in batches[0])}
 
@@ -122,15 +122,35 @@ def hot_loop(
     return session, measure.Runner(one, lambda: [arena.view(name, arena.weights) for name in arena.slots], note)
 
 
-def packed(case: Case, loss: Loss) -> list[list[PackedBatch]]:
+def packed(case: Case, parts: Parts) -> list[list[PackedBatch]]:
     """[batch][micro]: exact shapes, or, where lengths are drawn, whole tiles as a run has them."""
     from graftune.data import pack
 
-    bins = cases.documents(case)
-    layout = loss.layout(bins[0][0])
+    examples, count = held(case, parts), len(case.lengths)
+    layout = parts.loss.layout(examples)
     answers = [length - prompt for length, prompt in zip(case.lengths, case.prompts, strict=True)]
-    fixed = pack.capacities([range(len(answers))], case.lengths, answers)._asdict() if case.drawn else {}
-    return [[pack.pack(micro, layout=layout, **fixed) for micro in batch] for batch in bins]
+    fixed = pack.capacities([range(count)], case.lengths, answers)._asdict() if case.drawn else {}
+    starts = range(0, len(examples), count)
+    bins = [pack.pack(examples[start : start + count], layout=layout, **fixed) for start in starts]
+    return [bins[start : start + case.micro] for start in range(0, len(bins), case.micro)]
+
+
+def held(case: Case, parts: Parts) -> Examples:
+    """All documents of a case, with the reference's log-probabilities if they are stored."""
+    from graftune.data.dataset import Dataset
+    from graftune.session.references import with_references
+    from graftune.step.evaluate import reference_pass
+
+    documents = [one for batch in cases.documents(case) for micro in batch for one in micro]
+    examples = Dataset.of(documents, kind=parts.loss.data).examples
+    if case.reference != "stored":
+        return examples
+    examples = with_references(examples, parts.loss, parts.config.train)
+    column, backend = examples.store.reference, parts.attention.backend
+    assert column is not None
+    found = reference_pass(parts.decoder, examples, parts.loss, capacity=case.micro_tokens, backend=backend)
+    column[examples.stored] = found.cpu().numpy()
+    return examples
 
 
 def profile(case: Case, device: torch.device, steps: int, sustain: float) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -67,7 +68,7 @@ def test_pairs_share_a_prompt_and_their_answers_are_exchanged() -> None:
     [
         "tiny-2x16",
         "tiny-dpo-stored-2x16",
-        "tiny-dpo-stored-drawn-2x80",
+        "tiny-dpo-drawn-2x80",
         "tiny-nf4-qv-2x16-full",
         "tiny-full-2x16x2",
         "tiny-q8_0-2x16-selective",
@@ -84,6 +85,14 @@ def test_a_step_of_ours_beside_the_floor(name: str, record: Path, here: None) ->
     assert ours["ms"] > 0 and ours["grad_norm"] > 0 and ours["moved"] == 1 and "eager" in ours["note"]
     recomputed = cases.parse(name).recompute != "none"
     assert ("floor" in found[name]["participants"]) != recomputed
+
+
+@pytest.mark.parametrize("how", ["", "drawn-"])
+def test_a_step_with_stored_references_is_the_same_step(how: str, record: Path, here: None) -> None:
+    names = [f"tiny-dpo-{how}2x80", f"tiny-dpo-stored-{how}2x80"]
+    assert step.main([*names, "--who", "ours", *options(record)]) == 0
+    each, stored = (measure.read(record)["steps"][name]["participants"]["ours"] for name in names)
+    assert each["loss_first"] == pytest.approx(math.log(2), abs=1e-4) and each["losses"] == stored["losses"]
 
 
 def test_a_loop_of_the_api_steps_as_ours_does(record: Path, here: None) -> None:
@@ -144,6 +153,8 @@ def test_the_floor_counts_every_product_once() -> None:
     wanted = 4 * weights * case.tokens + 4 * shape.vocab * shape.width * case.responses
     work = work_of(case)
     assert flops(work, floor.plan(work)) == pytest.approx(wanted, rel=1e-3)
+    each = work_of(cases.parse("8b-dpo-1x2"))
+    assert flops(each, floor.plan(each)) == pytest.approx(3 * wanted, rel=1e-3), "two rows, and one more forward pass"
     stored = work_of(cases.parse("8b-dpo-stored-1x2"))
     assert flops(stored, floor.plan(stored)) == pytest.approx(2 * wanted, rel=1e-3)
     packed = floor.plan(work_of(cases.parse("8b-nf4-1x2")))
