@@ -73,6 +73,7 @@ class Shape:
     experts: int = 0  # of each layer, `ffn` being the width of one; 0: a dense model
     chosen: int = 0  # experts for each token
     delta: tuple[int, int] = (0, 0)  # key and value heads of 128, in three layers of four; zeros: attention in all
+    whole: tuple[int, int] = (0, 0)  # key heads and their width in every sixth layer, others have a window; zeros: none
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -89,7 +90,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        if self.delta[0]:
+        if self.delta[0] or self.whole[0]:
             return from_config(self.settings, self.name).parameters
         attention = (self.qkv + self.heads * self.head_width) * self.width
         block = attention + 3 * max(1, self.experts) * self.ffn * self.width
@@ -116,7 +117,15 @@ class Shape:
             "bos_token_id": 0,
             "eos_token_id": 1,
             "pad_token_id": 2,
-        } | (self._mixture if self.experts else self._hybrid if self.delta[0] else {})
+        } | (
+            self._mixture
+            if self.experts
+            else self._hybrid
+            if self.delta[0]
+            else self._windowed
+            if self.whole[0]
+            else {}
+        )
 
     @property
     def _mixture(self) -> dict[str, Any]:
@@ -141,6 +150,29 @@ class Shape:
             "linear_num_value_heads": self.delta[1],
         }
 
+    @property
+    def _windowed(self) -> dict[str, Any]:
+        """Gemma 4's: keys are the values of the layers without a window."""
+        ropes = {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1_000_000.0,
+            },
+        }
+        return {
+            "architectures": ["Gemma4UnifiedForCausalLM"],
+            "model_type": "gemma4_unified_text",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "rope_parameters": ropes,
+            "sliding_window": 1024,
+            "global_head_dim": self.whole[1],
+            "num_global_key_value_heads": self.whole[0],
+            "attention_k_eq_v": True,
+            "final_logit_softcapping": 30.0,
+        }
+
 
 SHAPES = {
     shape.name: shape
@@ -151,12 +183,14 @@ SHAPES = {
         Shape("1.5b", 1536, 8960, 28, 12, 2, 151936, tied=True),
         Shape("8b", 4096, 14336, 32, 32, 8, 128256, tied=False),
         Shape("9b", 4096, 12288, 32, 16, 4, 248320, tied=False, head=256, delta=(16, 32)),  # Qwen3.5-9B's
+        Shape("12b", 3840, 15360, 48, 16, 8, 262144, tied=True, head=256, whole=(1, 512)),  # Gemma-4-12B's
         Shape("30ba3b", 2048, 768, 48, 32, 4, 151936, tied=False, head=128, experts=128, chosen=8),
         Shape("70b", 8192, 28672, 80, 64, 8, 128256, tied=False),
         Shape("405b", 16384, 53248, 126, 128, 8, 128256, tied=False),
         Shape("tiny", 64, 96, 2, 4, 2, 300, tied=True),  # for the tests
         Shape("tinymoe", 64, 32, 2, 4, 2, 300, tied=False, head=16, experts=4, chosen=2),
         Shape("tinydelta", 64, 96, 4, 4, 2, 300, tied=False, head=32, delta=(1, 2)),
+        Shape("tinywhole", 64, 96, 6, 4, 2, 300, tied=True, head=16, whole=(1, 32)),
     )
 }
 

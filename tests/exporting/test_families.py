@@ -29,7 +29,11 @@ from tests.support.thorough import THOROUGH
 IN_LLAMA_CPP = [variant for variant in tiny.FAMILIES if KNOWN[variant].in_llama_cpp]
 FAMILIES = [*IN_LLAMA_CPP, "llama-untied", "phi3-far", "olmo3-yarn"]  # mixtures: tests/exporting/test_moe.py
 # One of each structure; test_logits.py compares the logits of all.
-SPOKEN = FAMILIES if THOROUGH else ["llama-untied", "gemma3", "phi3-far", "lfm2", "qwen3_5", "granite_swa"]
+SPOKEN = (
+    FAMILIES
+    if THOROUGH
+    else ["llama-untied", "gemma3", "phi3-far", "lfm2", "qwen3_5", "granite_swa", "gemma4", "gemma4_unified"]
+)
 TOKENS = 50 if THOROUGH else 24
 PROMPT = [200, 5, 5, 18, 77, 150, 31, 8, 8, 64, 12, 90]
 

@@ -27,7 +27,7 @@ VARIANTS = (
     *("llama", "mistral", "qwen2", "qwen3", "llama-llama3", "llama-yarn", "llama-untied"),
     *("gemma3", "gemma3-linear", "gemma2", "phi3", "phi3-far", "granite", "smollm3", "olmo2", "olmo3"),
     *("lfm2", "qwen3_5", "gemma", "granitemoehybrid", "exaone4", "glm4", "ernie4_5"),
-    *("granite_swa", "hunyuan_v1_dense", "ministral3", "muse_glimmer"),
+    *("granite_swa", "hunyuan_v1_dense", "ministral3", "muse_glimmer", "gemma4", "gemma4_unified"),
 )
 
 

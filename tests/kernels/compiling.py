@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from graftune.data.pack import Capacities
-from graftune.kernels import draw, gated_delta, rehearsal
+from graftune.kernels import attention, draw, gated_delta, rehearsal, rope
 from graftune.kernels.attention import Documents
 from graftune.plan import Setup, rehearse
 from graftune.settings.config import LoraConfig
@@ -96,9 +96,28 @@ def sampling(launched: rehearsal.Launched) -> None:
             draw.draw(meta(64, 151936, dtype=torch.float32), mode, settings, meta(64), meta(64))
 
 
+def wide_attention(launched: rehearsal.Launched) -> None:
+    """Launches attention over the heads of Gemma 4's layers without a window, whose values are their keys."""
+
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=rehearsal.META)
+
+    tokens, heads = 8192, (16, 1, 512)
+    with rehearsal.rehearsing(rehearsal.Rehearsal(rehearsal.Device("cuda"), launched=launched)):
+        docs, product = Documents(meta(5, dtype=torch.int32), None, 2048), meta(tokens, 17 * 512)
+        (cos, sin), norm = meta(2, tokens, 256, dtype=torch.float32), meta(512, dtype=torch.float32)
+        norms = {"q_norm": norm, "k_norm": norm, "v_norm": norm, "eps": 1e-6, "v_from_k": True}
+        q, k, v = rope.parts(rope.finish_(product, cos, sin, heads, **norms).flatten(1), heads)
+        out, stats = attention.forward(q, k, v, docs, 1.0, 0, "triton")
+        grads = attention.grad_buffers(q, k, "triton") or (meta(*q.shape), meta(*k.shape), meta(*v.shape))
+        attention.backward(out, q, k, v, out, stats, docs, 1.0, 0, grads, "triton")
+        rope.finish_backward(grads, meta(*product.shape), cos, sin, heads, product, **norms)
+
+
 # Kernels that are launched without a step around them.
 ALONE = {
     "sampling": sampling,
+    "heads of 512": wide_attention,
     "delta rule": lambda launched: delta_rule(torch.bfloat16, launched),
     "delta rule, fp32": lambda launched: delta_rule(torch.float32, launched),
 }

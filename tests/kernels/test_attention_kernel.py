@@ -8,7 +8,8 @@ from itertools import accumulate
 import pytest
 import torch
 
-from graftune.kernels import attention
+from graftune.errors import GraftuneError
+from graftune.kernels import attention, rehearsal
 from graftune.kernels.attention import Documents, reference
 from graftune.kernels.rope.reference import added_up
 
@@ -124,8 +125,19 @@ def test_query_heads_together_or_apart(heads, wanted, device, small_tiles, monke
     check((5, 33, 0), heads, torch.float32, device)
 
 
-def test_wide_heads(device):
-    check((20, 3), (2, 1, 136), torch.float32, device)
+@pytest.mark.parametrize(
+    ("heads", "dtype"), [((2, 1, 136), DTYPES[0]), ((2, 1, 512), DTYPES[0]), ((3, 1, 512), DTYPES[2])]
+)
+def test_wide_heads(heads, dtype, device):
+    check((34, 0, 3) if heads[2] == 512 else (20, 3), heads, dtype, device)
+
+
+def test_heads_that_are_too_wide_are_refused():
+    device = rehearsal.Device("cuda", "H200", (9, 0), 132, 50 << 20)
+    with rehearsal.rehearsing(rehearsal.Rehearsal(device)):
+        assert attention.choose(rehearsal.META, torch.bfloat16, 512, False, False).backend == "triton"
+        with pytest.raises(GraftuneError, match="heads of 640 values are wider than the 512"):
+            attention.choose(rehearsal.META, torch.bfloat16, 640, False, False)
 
 
 def test_large_scores_do_not_overflow(device):

@@ -14,7 +14,7 @@ import torch
 
 FEW = [
     "bf16", "dropout, norms, clipped by layer", "convolutions", "every weight", "nf4", "blocks, floats", "fp8",
-    "options of attention", "delta rule", "sampling",
+    "options of attention", "delta rule", "sampling", "heads of 512",
 ]  # fmt: skip
 ALL = torch.cuda.is_available() or os.environ.get("GRAFTUNE_COMPILE") == "all"
 

@@ -316,3 +316,67 @@ def test_options_both_ways(kernels_on, device, option, dtype):
             close(got, want, dtype)
         for got, want in zip(back[1][1], leaves, strict=True):
             close(got - 3, want.grad, dtype, slack=3) if normed else None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "turning", "dtype"),
+    [(37, (3, 1, 20), 20, DTYPES[0]), (34, (4, 2, 64), 32, DTYPES[2]), (5, (2, 1, 512), 512, DTYPES[0])],
+)
+@pytest.mark.parametrize("apart", [False, True])
+def test_keys_as_values(kernels_on, device, tokens, heads, turning, dtype, apart):
+    """v is k's product through a norm of its own: forward and backward of kernel and reference against autograd."""
+    queries, keys, width = heads
+    torch.manual_seed(3)
+    product = torch.randn(tokens, (queries + keys) * width).to(dtype).to(device)
+    q_norm, k_norm = (torch.rand(width, device=device) + 0.5 for _ in range(2))
+    ones, (cos, sin) = torch.ones(width, device=device), table(tokens, turning, device)
+    options = {"q_norm": q_norm, "k_norm": k_norm, "v_norm": ones, "eps": 1e-5, "v_from_k": True}
+    kept = product.clone()
+    got, ours = rope.finish_(product, cos, sin, heads, **options), reference.finish_(kept, cos, sin, heads, **options)
+    assert torch.equal(product, kept), "the product stays as it is"
+    leaves = [x.clone().float().requires_grad_() for x in (product, q_norm, k_norm)]
+    by_head = leaves[0].view(tokens, -1, width)
+    normed = by_head / (by_head.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+    parts = []
+    for x, weight in ((normed[:, :queries], leaves[1]), (normed[:, queries:], leaves[2])):
+        a, b, rest = (x * weight).split([turning // 2, turning // 2, width - turning], -1)
+        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+        parts.append(torch.cat((a * c - b * s, b * c + a * s, rest), -1))
+    want = torch.cat((*parts, normed[:, queries:]), 1)
+    close(got, want.detach().to(dtype), dtype)
+    close(ours, want.detach().to(dtype), dtype)
+
+    grad = torch.randn(tokens, queries + 2 * keys, width).to(dtype).to(device)
+    want.backward(grad.float())
+    dq, dk, dv = (x.contiguous() for x in grad.split([queries, keys, keys], 1))
+    if apart:  # one of each query head, in fp32
+        group = queries // keys
+        dk, dv = (x.float().repeat_interleave(group, 1) / group for x in (dk, dv))
+    for ops in (rope, reference):
+        place, sums = torch.full_like(product, NAN), [torch.full_like(q_norm, 3.0) for _ in range(2)]
+        more = {"grad_q_norm": sums[0], "grad_k_norm": sums[1]}
+        ops.finish_backward((dq, dk, dv), place, cos, sin, heads, product, **options, **more)
+        close(place, leaves[0].grad.to(dtype), dtype, slack=2)
+        for total, leaf in zip(sums, leaves[1:], strict=True):
+            close(total - 3, leaf.grad, dtype, slack=3)
+
+
+def test_queries_alone(kernels_on, device):
+    """A layer that uses the keys of another: as if there were keys, and they were left out."""
+    tokens, width, eps = 21, 12, 1e-6
+    q_norm, (cos, sin) = torch.rand(width, device=device) + 0.5, table(tokens, width, device)
+    product = torch.randn(tokens, 4 * width, device=device)
+    whole = torch.cat((product, torch.randn(tokens, 4 * width, device=device)), 1)
+    norms = {"q_norm": q_norm, "k_norm": q_norm, "eps": eps}
+    got = product.clone()
+    raw, want_raw = (
+        rope.finish_(got, cos, sin, (4, 0, width), **norms),
+        reference.finish_(whole, cos, sin, (4, 2, width), **norms),
+    )
+    close(got, whole[:, : 4 * width], torch.float32)
+    assert torch.equal(raw, product.view(tokens, 4, width))
+    grad = torch.randn(tokens, 8 * width, device=device)
+    dq, none = grad[:, : 4 * width].clone(), grad.new_empty(tokens, 0, width)
+    rope.finish_backward((dq.view(tokens, 4, width), none, none), dq, cos, sin, (4, 0, width), raw, **norms)
+    reference.finish_backward(by_part(grad, (4, 2, width)), grad, cos, sin, (4, 2, width), want_raw, **norms)
+    close(dq, grad[:, : 4 * width], torch.float32)

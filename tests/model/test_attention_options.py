@@ -19,7 +19,7 @@ from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.rotary import RopeSpec
 from graftune.settings.config import LoraConfig
 from graftune.step.step import Step
-from tests.model.test_branches import DOCUMENTS, EPS, EXAMPLES, FEEDING, WIDTH, Reference, close, norm, toy
+from tests.model.test_branches import DOCUMENTS, EPS, EXAMPLES, FEEDING, WIDTH, Reference, Toy, close, norm, toy
 from tests.support.generate import generate
 
 PLAIN = AttentionSpec(
@@ -42,16 +42,38 @@ OPTIONS = {
     "sinks, window, soft cap": replace(NORMED, sinks=True, window=3, score_cap=2.0, gate="in_q"),
     "scaled by position": replace(PLAIN, rope=RopeSpec(8, 100.0, temperature=0.7, temperature_length=2)),
     "scaled by position, gate": replace(NORMED, gate="in_q", rope=SLOWLY),
+    "keys as values": replace(NORMED, v_norm=True, unweighted=("v_norm",), v_from_k=True, rope=PARTLY, window=3),
     "biases": replace(PLAIN, bias=True, out_bias=True, rope=PARTLY),
+}
+
+V_NORMED = replace(NORMED, v_norm=True, unweighted=("v_norm",))
+OWNER, WIDER = replace(V_NORMED, shares_keys=True), replace(OPTIONS["keys as values"], head_width=6, shares_keys=True)
+# Layers that use the keys and values of earlier ones: two kinds, each with two layers behind its owner.
+SHARED = {
+    "shared keys": (OWNER, replace(V_NORMED, keys_from=0), replace(V_NORMED, keys_from=0, window=3)),
+    "shared keys as values, two owners": (
+        OWNER,
+        WIDER,
+        *(replace(V_NORMED, keys_from=0), replace(WIDER, shares_keys=False, keys_from=1)) * 2,
+    ),
+    "shared keys without norms": (replace(PLAIN, shares_keys=True), replace(PLAIN, keys_from=0)),
 }
 
 
 class OptionsReference(Reference):
+    def __init__(self, made: Toy):
+        super().__init__(made)
+        self.shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of the document that is computed
+
     def part(self, spec: Any, x: torch.Tensor, layer: int, tokens: torch.Tensor) -> torch.Tensor:
         if not isinstance(spec, AttentionSpec):
             return super().part(spec, x, layer, tokens)
         stem, heads = f"layers.{layer}.{spec.module}.", (spec.heads, spec.kv_heads, spec.kv_heads)
-        q, k, v = (self.product(x, f"{stem}{name}_proj") for name in "qkv")
+        if spec.keys_from is not None:
+            (q,) = self.normed(spec, stem, self.product(x, f"{stem}q_proj").unflatten(1, (spec.heads, -1)))
+            q = self.rotated(spec, q.transpose(0, 1))
+            return self.mixed(spec, stem, q, *self.shared[spec.keys_from])
+        q, k, v = (self.product(x, f"{stem}{name}_proj") for name in ("q", "k", "k" if spec.v_from_k else "v"))
         if spec.bias:
             q, k, v = (y + self.tensor(f"{stem}{n}_proj.bias") for n, y in zip("qkv", (q, k, v), strict=True))
         gate = None
@@ -69,6 +91,19 @@ class OptionsReference(Reference):
         if spec.rope.temperature:
             steps = torch.arange(len(x)) // spec.rope.temperature_length
             q = q * (1 + spec.rope.temperature * torch.log(1.0 + steps))[:, None]
+        if spec.shares_keys:
+            self.shared[layer] = k, v
+        return self.mixed(spec, stem, q, k, v, gate)
+
+    def mixed(
+        self,
+        spec: AttentionSpec,
+        stem: str,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        gate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         k, v = (y.repeat_interleave(spec.heads // spec.kv_heads, 0) for y in (k, v))
         scores = q @ k.transpose(1, 2) * spec.score_scale
         if spec.score_cap:
@@ -90,7 +125,7 @@ class OptionsReference(Reference):
     def normed(self, spec: AttentionSpec, stem: str, *heads: torch.Tensor) -> list[torch.Tensor]:
         names = [*(spec.qk_norms if spec.qk_norm else (None, None)), "v_norm" if spec.v_norm else None]
         found = []
-        for name, x in zip(names, heads, strict=True):
+        for name, x in zip(names, heads, strict=False):
             y = x if name is None else x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
             found.append(y * self.tensor(f"{stem}{name}.weight") if name in spec.norms else y)
         return found
@@ -101,18 +136,19 @@ class OptionsReference(Reference):
         return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin(), rest), -1)
 
 
-def layer(spec: AttentionSpec) -> LayerSpec:
-    return LayerSpec((BranchSpec((BranchPart(spec, norm("input_norm")),)), FEEDING))
+def layers(option: str) -> tuple[LayerSpec, ...]:
+    specs = SHARED.get(option) or (OPTIONS[option],) * 2
+    return tuple(LayerSpec((BranchSpec((BranchPart(spec, norm("input_norm")),)), FEEDING)) for spec in specs)
 
 
 @pytest.mark.parametrize(
     ("trained", "recompute"),
     [("adapters", "none"), ("adapters and norms", "selective"), ("all weights", "full")],
 )
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", [*OPTIONS, *SHARED])
 def test_outputs_and_gradients_are_autograds(option: str, trained: str, recompute: str) -> None:
     lora = LoraConfig(rank=3, alpha=6.0, targets=("all_linear",), train_norms=trained == "adapters and norms")
-    made = toy((layer(OPTIONS[option]),) * 2, lora, full=trained == "all weights")
+    made = toy(layers(option), lora, full=trained == "all weights")
     ours, reference = made.ours, OptionsReference(made)
     wanted = torch.cat([reference.logits(document) for document in DOCUMENTS]).detach()
     close(ours.logits(DOCUMENTS), wanted, "logits")
@@ -129,9 +165,9 @@ def test_outputs_and_gradients_are_autograds(option: str, trained: str, recomput
         close(ours.arena.view(name, ours.arena.grads), leaf.grad, name)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", [*OPTIONS, *SHARED])
 def test_generation_with_a_cache(option: str) -> None:
-    made = toy((layer(OPTIONS[option]),) * 2, LoraConfig(rank=3, alpha=6.0, targets=("all_linear",)), full=False)
+    made = toy(layers(option), LoraConfig(rank=3, alpha=6.0, targets=("all_linear",)), full=False)
     (answer,) = generate(made.ours.decoder, DOCUMENTS[:1], Sampling(max_new_tokens=5), ())
     reference = OptionsReference(made)
     for count in range(5):

@@ -30,8 +30,17 @@ ROPE: dict[str, dict[str, Any]] = {
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
 }
-TIED = ("gemma", "gemma2", "gemma3", "smollm3", "lfm2", "lfm3", "ernie4_5")
+TIED = ("gemma", "gemma2", "gemma3", "gemma4", "gemma4_unified", "smollm3", "lfm2", "lfm3", "ernie4_5")
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6, "tie_word_embeddings": True}
+GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 6,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+}
 # Every family: the class of its configuration in transformers, and its options beside those of all. Layers are of both
 # kinds wherever there are two. A row here is checked by all tests that go over families: logits and gradients against
 # transformers and PEFT, exports to GGUF against llama.cpp, full training, generation.
@@ -46,6 +55,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3": ("Gemma3TextConfig", GEMMA | {"num_hidden_layers": 7}),  # llama.cpp: every sixth without a window
     "gemma2": ("Gemma2Config", GEMMA | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0}),
+    "gemma4": ("Gemma4TextConfig", GEMMA4 | {"hidden_size_per_layer_input": 0}),
+    "gemma4_unified": (
+        "Gemma4UnifiedTextConfig",
+        GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 3.0},
+    ),
     "phi3": ("Phi3Config", {"head_dim": None, "pad_token_id": 0}),
     "granite": (
         "GraniteConfig",
@@ -222,6 +236,14 @@ VISION: dict[str, tuple[str, dict[str, Any]]] = {
             "image_token_index": 250,
         },
     ),
+    "gemma4_unified-vision": (
+        "Gemma4UnifiedConfig",
+        {
+            "vision_config": {"patch_size": 4, "mm_embed_dim": 16, "mm_posemb_size": 8, "output_proj_dims": 48},
+            "audio_config": {"audio_embed_dim": 12},
+            **dict.fromkeys(("image_token_id", "audio_token_id", "video_token_id"), 300),  # no token of a text
+        },
+    ),
     "gemma3-vision": (
         "Gemma3Config",
         {
@@ -306,6 +328,8 @@ VARIANT_OPTIONS: dict[str, dict[str, Any]] = {
 
 TEXT_TYPES = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
     "qwen3_vl": "qwen3_vl_text",
     "qwen3_5": "qwen3_5_text",
     "muse_glimmer": "muse_glimmer_text",
@@ -385,7 +409,7 @@ def _hf_model(variant: str, seed: int, config: str) -> tuple[Any, torch.Tensor]:
                 p.uniform_(0.5, 1.5)
                 if from_hf(name) in ("norm.weight", "embedding_norm.weight") and family in TIED:
                     p[::2] *= -1  # a tied head would say its own input again and again
-                less_one = family.startswith(("gemma", "qwen3_5")) and "linear_attn" not in name
+                less_one = family in ("gemma", "gemma2", "gemma3", "qwen3_5") and "linear_attn" not in name
                 if less_one or (family == "muse_glimmer" and "layernorm" in name):
                     p.sub_(1.0)  # theirs is the weight less one
             elif name.endswith("bias"):
@@ -394,6 +418,9 @@ def _hf_model(variant: str, seed: int, config: str) -> tuple[Any, torch.Tensor]:
                 p.normal_(0, 2.0)
             else:
                 p.normal_(0, 0.6 / p.shape[-1] ** 0.5 if "embed" not in name else 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.7, 1.2)
     return model.float().eval(), torch.get_rng_state()
 
 

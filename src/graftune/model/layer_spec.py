@@ -11,8 +11,8 @@ per-layer input, and a stored scalar that multiplies the whole stream behind the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from graftune.model.part import FeedForwardSpec, MixerSpec, PartSpec
 
@@ -53,6 +53,14 @@ class LayerSpec:
     @property
     def parts(self) -> tuple[PartSpec, ...]:
         return tuple(each.part for branch in self.branches for each in branch.parts)
+
+    def moved(self, places: Mapping[int, int]) -> LayerSpec:
+        """The same layer in a model whose layers have other numbers (PartSpec.moved)."""
+
+        def branch(spec: BranchSpec) -> BranchSpec:
+            return replace(spec, parts=tuple(replace(each, part=each.part.moved(places)) for each in spec.parts))
+
+        return replace(self, branches=tuple(map(branch, self.branches)))
 
     @property
     def mixer(self) -> MixerSpec:

@@ -13,7 +13,7 @@ Legend: T tokens, D width of the residual stream.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -148,6 +148,10 @@ class PartSpec:
     def checks(self) -> dict[str, bool]:
         """Whether each group of values may be a model's: a damaged file may claim anything."""
         return {}
+
+    def moved(self, places: Mapping[int, int]) -> PartSpec:
+        """The same part in a model whose layers have other numbers: `places` gives the new numbers of earlier ones."""
+        return self
 
     def norm_offset_of(self, name: str) -> float:
         """What Hugging Face's checkpoints subtract from one of `norms`."""

@@ -136,8 +136,14 @@ class ModelSpec:
         return self._norm_offsets.get(name.removesuffix(".weight"), 0.0)
 
     def only(self, layers: Sequence[int]) -> ModelSpec:
-        """A model made of these layers of this one, in this order."""
-        return replace(self, layers=tuple(self.layers[index] for index in layers))
+        """A model made of these layers of this one, in this order. A layer that uses the keys of another needs that one
+        before it."""
+        places: dict[int, int] = {}
+        chosen = []
+        for place, index in enumerate(layers):
+            chosen.append(self.layers[index].moved(places))
+            places[index] = place
+        return replace(self, layers=tuple(chosen))
 
     def with_vocab(self, count: int) -> ModelSpec:
         return replace(self, embedding=replace(self.embedding, vocab=count))

@@ -280,12 +280,13 @@ def from_few_layers(setup: Setup, rehearsed: Callable[[Setup], Bytes] = rehearse
     first = [*range(FEW_LAYERS - 1), len(spec.layers) - 1]
     # Include layers that differ in anything else, such as rope: a pass has tables for all of them.
     there = {spec.layers[index] for index in first}
-    first[1:1] = [spec.layers.index(kind) for kind in spec.kinds if kind not in there]
+    # In the order of the model: a layer may use the keys of an earlier one.
+    first = sorted([*first, *(spec.layers.index(kind) for kind in spec.kinds if kind not in there)])
     few = found = rehearsed(setup.with_layers(first))
     for layers in kinds.values():
         missing = len(layers) - sum(index in layers for index in first)
         if missing:
-            more = rehearsed(setup.with_layers([first[0], *layers[:1] * (MORE_LAYERS - FEW_LAYERS), *first[1:]]))
+            more = rehearsed(setup.with_layers(sorted([*first, *layers[:1] * (MORE_LAYERS - FEW_LAYERS)])))
             found = found.extended(few, more, MORE_LAYERS - FEW_LAYERS, missing)
     return found
 

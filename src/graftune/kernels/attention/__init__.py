@@ -28,6 +28,7 @@ from graftune.kernels import launch
 # The module of each backend. All have forward and backward; `grad_buffers`, where gradients need buffers of their own.
 MODULES = {"cpu": "cpu", "flash": "flash", "cudnn": "cudnn_frontend", "mixed": "mixed", "triton": "kernel"}
 
+WIDEST = 512  # values of a head that our kernels have tiles for
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -111,8 +112,8 @@ def for_any_shape(backend: str, device: torch.device, dtype: torch.dtype, head_w
 def _ours(head_width: int, reason: str) -> Choice:
     from graftune.errors import GraftuneError
 
-    if head_width > 256:
-        raise GraftuneError(f"heads of {head_width} values are wider than the 256 that attention on the GPU serves")
+    if head_width > WIDEST:
+        raise GraftuneError(f"heads of {head_width} values are wider than the {WIDEST} that attention on the GPU has")
     if importlib.util.find_spec("triton") is None:
         raise GraftuneError(f"attention needs the package triton here ({reason})", fix="pip install triton")
     return Choice("triton", f"our own kernels: {reason}")

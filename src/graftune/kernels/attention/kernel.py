@@ -1,4 +1,4 @@
-"""Packed causal attention in Triton: any head width up to 256, fp32 too, sliding windows, soft caps, sinks, grouped
+"""Packed causal attention in Triton: any head width up to 512, fp32 too, sliding windows, soft caps, sinks, grouped
 heads.
 
 This is flash attention: scores stay in tiles on the chip and are never written to memory. The forward saves one
@@ -33,7 +33,6 @@ from graftune.kernels import launch
 if TYPE_CHECKING:
     from graftune.kernels.attention import Documents
 
-WIDEST = 256
 # Scores, and with them the stats, are logarithms to base 2, because exp2 is cheaper than exp.
 LOG2E = 1.4426950408889634
 
@@ -55,7 +54,11 @@ def forward_tile(width: int, dtype: torch.dtype) -> Tile:
 
 def backward_tile(width: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:
-        return Tile(32, 32, 4 if width <= 64 else 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
+        if width <= 128:
+            return Tile(32, 32, 4 if width <= 64 else 8, 1)
+        return Tile(16, 16, 4 if width <= 256 else 8, 1)
+    if width > 256:  # dk and dv of a tile fill half of the registers; larger tiles spill or do not fit shared memory
+        return Tile(32, 32, 8, 2)
     if width > 128:
         return Tile(64, 32, 8, 1)
     return Tile(64, 64, 4, 3 if width <= 64 else 2)  # so that two programs fit on a multiprocessor
@@ -123,7 +126,7 @@ def backward(
     padded = launch.power_of_two(width, 16)
     delta = stats.new_empty((heads, tokens))
     theirs, stats = (stats, torch.empty_like(delta)) if by_token else (None, stats)
-    rows = 64 if tokens >= 4096 else 16
+    rows = 64 if tokens >= 4096 and width <= 256 else 16
     _delta[(triton.cdiv(tokens, rows), heads)](
         grad_out, out, delta, theirs, stats, tokens, grad_out.stride(0), out.stride(0), N=heads, H=width, BH=padded,
         ROWS=rows, BY_TOKEN=by_token, num_warps=4,

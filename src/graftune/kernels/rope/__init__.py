@@ -30,6 +30,7 @@ def finish_(
     norm_after: bool = False,
     q_scale: torch.Tensor | None = None,
     gated: bool = False,
+    v_from_k: bool = False,
 ) -> torch.Tensor:
     """Turn the product qkv [T, (N + 2K) H], whose rows may have any stride, into attention's input, in place: add the
     bias [(N + 2K) H], normalise q, k and perhaps v, rotate q and k, multiply q by `q_scale` [T] (fp32). The norms have
@@ -41,14 +42,18 @@ def finish_(
 
     `gated`: the product is [T, (2N + 2K) H], each head of q followed by its gate. It stays as it is, and for the
     backward it is what the norms read. The finished q and k are returned, [T, N + K, H]: attention wants the heads of a
-    token next to each other."""
-    _check(qkv, cos, sin, heads, q_norm, k_norm, gated)
+    token next to each other.
+
+    `v_from_k`: the product is [T, (N + K) H], and v is v_norm of what k's norm reads. It stays as it is, too, and the
+    finished q, k and v are returned, [T, N + 2K, H]. Without keys of its own (K = 0), a layer finishes q alone."""
+    _check(qkv, cos, sin, heads, q_norm, k_norm, gated, v_from_k)
     assert bias is None or bias.shape == ((heads[0] + 2 * heads[1]) * heads[2],)
     assert not gated or (bias is None and v_norm is None and not norm_after), "no family has these beside a gate in q"
     assert v_norm is None or q_norm is not None, "no family normalises v alone"
+    assert not v_from_k or (v_norm is not None and bias is None and not norm_after and not gated), "no family has these"
     more = {
         "bias": bias, "q_norm": q_norm, "k_norm": k_norm, "v_norm": v_norm, "eps": eps, "norm_after": norm_after,
-        "q_scale": q_scale, "gated": gated,
+        "q_scale": q_scale, "gated": gated, "v_from_k": v_from_k,
     }  # fmt: skip
     if q_norm is not None and k_norm is not None and len(q_norm) != heads[2]:
         assert bias is None and v_norm is None and not norm_after and not gated
@@ -77,6 +82,7 @@ def finish_backward(
     norm_after: bool = False,
     q_scale: torch.Tensor | None = None,
     gated: bool = False,
+    v_from_k: bool = False,
     grad_q_norm: torch.Tensor | None = None,
     grad_k_norm: torch.Tensor | None = None,
     grad_v_norm: torch.Tensor | None = None,
@@ -87,14 +93,16 @@ def finish_backward(
     weights' gradients to `grad_q_norm`, `grad_k_norm` and `grad_v_norm` [H] (fp32) if given.
 
     `raw` is what the norms read. `gated`: see `finish_`; raw is the product, grad_qkv [T, (2N + 2K) H], the columns of
-    the gates are left alone, and dq is a tensor of its own."""
-    _check(grad_qkv, cos, sin, heads, q_norm, k_norm, gated)
+    the gates are left alone, and dq is a tensor of its own. `v_from_k`: raw is the product, grad_qkv [T, (N + K) H],
+    and dv is a tensor of its own; v's norm has no weight that trains."""
+    _check(grad_qkv, cos, sin, heads, q_norm, k_norm, gated, v_from_k)
+    assert not v_from_k or grad_v_norm is None
     shared, kind = (heads[1], grad_qkv.dtype) if grads[2].shape[1] == heads[1] else (heads[0], torch.float32)
     wanted = (heads[0], grad_qkv.dtype), (shared, kind), (shared, kind)
     for grad, (count, dtype) in zip(grads, wanted, strict=True):
         assert grad.shape == (len(grad_qkv), count, heads[2]) and grad.dtype == dtype, (grad.shape, grad.dtype, heads)
         assert grad.stride(2) == 1 and (grad.stride(1) == heads[2] or count == 1)
-    if gated:
+    if gated or v_from_k:
         assert raw.shape == grad_qkv.shape and raw.stride(1) == 1
     elif q_norm is not None:
         count = heads[0] + heads[1] * (1 if v_norm is None else 2)
@@ -110,8 +118,8 @@ def finish_backward(
         return
     launch.implementation(reference, grad_qkv).finish_backward(
         grads, grad_qkv, cos, sin, heads, raw, q_norm=q_norm, k_norm=k_norm, v_norm=v_norm, eps=eps,
-        norm_after=norm_after, q_scale=q_scale, gated=gated, grad_q_norm=grad_q_norm, grad_k_norm=grad_k_norm,
-        grad_v_norm=grad_v_norm,
+        norm_after=norm_after, q_scale=q_scale, gated=gated, v_from_k=v_from_k, grad_q_norm=grad_q_norm,
+        grad_k_norm=grad_k_norm, grad_v_norm=grad_v_norm,
     )  # fmt: skip
 
 
@@ -129,9 +137,10 @@ def _check(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     gated: bool,
+    v_from_k: bool,
 ) -> None:
     queries, keys, width = heads
-    columns = ((2 if gated else 1) * queries + 2 * keys) * width
+    columns = ((2 if gated else 1) * queries + (1 if v_from_k else 2) * keys) * width
     assert width % 2 == 0 and qkv.shape[1:] == (columns,) and qkv.stride(1) == 1, (qkv.shape, heads)
     assert (
         cos.shape == sin.shape

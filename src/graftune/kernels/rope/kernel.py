@@ -21,9 +21,10 @@ def _finish(
     qkv_stride, out_stride, eps, N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr,
     REST: tl.constexpr, STEP: tl.constexpr, OUT_STEP: tl.constexpr, WORK: tl.constexpr, HAS_BIAS: tl.constexpr,
     NORM_BEFORE: tl.constexpr, NORM_AFTER: tl.constexpr, V_NORM: tl.constexpr, HAS_SCALE: tl.constexpr,
-    STORE_RAW: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    STORE_RAW: tl.constexpr, V_FROM_K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """REST: the columns of the third tile; 0: there is none. V_NORM: v has a norm too."""
+    """REST: the columns of the third tile; 0: there is none. V_NORM: v has a norm too. V_FROM_K: v reads k's columns,
+    and the output is another tensor."""
     head = tl.program_id(0) % WORK
     at = (tl.program_id(0) // WORK) * BT + tl.arange(0, BT)
     rows = at.to(tl.int64)[:, None]
@@ -31,7 +32,10 @@ def _finish(
     cols = tl.arange(0, BC)
     inside = cols < HALF
     mask = alive[:, None] & inside[None, :]
-    start = qkv_ptr + rows * qkv_stride + _column(head, N, H, STEP)
+    read = head
+    if V_FROM_K:
+        read = tl.where(head < N + K, head, head - K)
+    start = qkv_ptr + rows * qkv_stride + _column(read, N, H, STEP)
     place = start + cols[None, :]
     a = tl.load(place, mask, other=0.0).to(tl.float32)
     b = tl.load(place + HALF, mask, other=0.0).to(tl.float32)
@@ -79,11 +83,12 @@ def _finish_backward(
     parts_ptr, tokens, dq_stride, dk_stride, dv_stride, grad_stride, raw_stride, eps,
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
     STEP: tl.constexpr, WORK: tl.constexpr, NORM_BEFORE: tl.constexpr, NORM_AFTER: tl.constexpr,
-    V_NORM: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_PARTS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    V_NORM: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_PARTS: tl.constexpr, V_FROM_K: tl.constexpr,
+    BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """dk and dv have K * GROUP heads; GROUP of them are summed. With n = x * rstd, g the gradient of a norm's output
     and w its weight: dx = rstd (g w - n mean(g w n)). The sum of g n over this program's tokens goes to parts
-    [blocks, WORK, H]."""
+    [blocks, WORK, H]. V_FROM_K: programs of k's heads add what comes from v, through v's norm."""
     head = tl.program_id(0) % WORK
     at = (tl.program_id(0) // WORK) * BT + tl.arange(0, BT)
     rows = at.to(tl.int64)[:, None]
@@ -129,6 +134,18 @@ def _finish_backward(
             a, b, c, kept, part, q_norm_ptr, k_norm_ptr, v_norm_ptr, head, alive, cols, last, eps, N, K, H, HALF,
             REST, V_NORM, HAS_PARTS,
         )  # fmt: skip
+    if V_FROM_K and head >= N:
+        v_a, v_b, v_c = _added(
+            dv_ptr + rows * dv_stride + (head - N) * (GROUP * H), alive, cols, last, GROUP, H, HALF, REST
+        )  # fmt: skip
+        v_a, v_b, v_c = _norm_backward(
+            v_a, v_b, v_c, kept, part, q_norm_ptr, k_norm_ptr, v_norm_ptr, head + K, alive, cols, last, eps, N, K, H,
+            HALF, REST, V_NORM, False,
+        )  # fmt: skip
+        a += v_a
+        b += v_b
+        if REST > 0:
+            c += v_c
     _store(target, a, b, c, alive, cols, last, H, HALF, REST)
 
 
@@ -247,24 +264,26 @@ def finish_(
     norm_after: bool,
     q_scale: torch.Tensor | None,
     gated: bool,
+    v_from_k: bool,
 ) -> torch.Tensor:
     queries, keys, width = heads
-    tokens, normed = len(qkv), q_norm is not None
+    tokens, normed, elsewhere = len(qkv), q_norm is not None, gated or v_from_k
     # Without a bias or a norm, v stays unchanged and needs no program.
     work = queries + keys + (keys if bias is not None or v_norm is not None else 0)
     whole = queries + keys * (1 if v_norm is None else 2)
-    made = qkv.new_empty((tokens, whole, width) if normed or gated else 0)  # what the norms read; gated: q and k
+    made = qkv.new_empty((tokens, whole, width) if normed or gated else 0)  # what the norms read, or what is finished
     # Columns that are not rotated are read only where something else is done to them.
     changed = gated or normed or bias is not None or q_scale is not None
     rest = _rest(width - 2 * cos.shape[1]) if changed else 0
     bt, bc, warps = _blocks(tokens, cos.shape[1], rest)
     if tokens:
         _finish[(triton.cdiv(tokens, bt) * work,)](
-            qkv, made if gated else qkv, cos, sin, bias, q_norm, k_norm, v_norm, q_scale, made, tokens, qkv.stride(0),
-            whole * width if gated else qkv.stride(0), eps, N=queries, K=keys, H=width, HALF=cos.shape[1], REST=rest,
-            STEP=(1 + gated) * width, OUT_STEP=width, WORK=work, HAS_BIAS=bias is not None,
-            NORM_BEFORE=normed and not norm_after, NORM_AFTER=normed and norm_after, V_NORM=v_norm is not None,
-            HAS_SCALE=q_scale is not None, STORE_RAW=not gated, BT=bt, BC=bc, num_warps=warps,
+            qkv, made if elsewhere else qkv, cos, sin, bias, q_norm, k_norm, v_norm, q_scale, made, tokens,
+            qkv.stride(0), whole * width if elsewhere else qkv.stride(0), eps, N=queries, K=keys, H=width,
+            HALF=cos.shape[1], REST=rest, STEP=(1 + gated) * width, OUT_STEP=width, WORK=work,
+            HAS_BIAS=bias is not None, NORM_BEFORE=normed and not norm_after, NORM_AFTER=normed and norm_after,
+            V_NORM=v_norm is not None, HAS_SCALE=q_scale is not None, STORE_RAW=not elsewhere, V_FROM_K=v_from_k,
+            BT=bt, BC=bc, num_warps=warps,
         )  # fmt: skip
     return made
 
@@ -283,6 +302,7 @@ def finish_backward(
     norm_after: bool,
     q_scale: torch.Tensor | None,
     gated: bool,
+    v_from_k: bool,
     grad_q_norm: torch.Tensor | None,
     grad_k_norm: torch.Tensor | None,
     grad_v_norm: torch.Tensor | None,
@@ -297,17 +317,19 @@ def finish_backward(
     parts, dv = None, grads[2]
     # v's gradient is only copied, and not even that if it is in its place already.
     work = queries + keys
-    if v_norm is not None or launch.address(dv) != launch.address(grad_qkv[:, (work + gated * queries) * width :]):
+    if v_from_k or not keys:
+        pass  # v has no columns
+    elif v_norm is not None or launch.address(dv) != launch.address(grad_qkv[:, (work + gated * queries) * width :]):
         work += keys
     if q_norm is not None and any(grad is not None for grad in (grad_q_norm, grad_k_norm, grad_v_norm)):
         parts = torch.empty(blocks, work, width, dtype=torch.float32, device=grad_qkv.device)
     _finish_backward[(blocks * work,)](
         *grads, grad_qkv, cos, sin, q_scale, raw, q_norm, k_norm, v_norm, parts, tokens, *(g.stride(0) for g in grads),
         grad_qkv.stride(0), raw.stride(0) if q_norm is not None else 0, eps, N=queries, K=keys, H=width,
-        GROUP=dv.shape[1] // keys, HALF=cos.shape[1], REST=rest, STEP=(1 + gated) * width, WORK=work,
+        GROUP=dv.shape[1] // keys if keys else 1, HALF=cos.shape[1], REST=rest, STEP=(1 + gated) * width, WORK=work,
         NORM_BEFORE=q_norm is not None and not norm_after, NORM_AFTER=q_norm is not None and norm_after,
         V_NORM=v_norm is not None, HAS_SCALE=q_scale is not None,
-        HAS_PARTS=parts is not None, BT=bt, BC=bc, num_warps=warps,
+        HAS_PARTS=parts is not None, V_FROM_K=v_from_k, BT=bt, BC=bc, num_warps=warps,
     )  # fmt: skip
     if parts is None:
         return

@@ -59,6 +59,7 @@ def finish_(
     norm_after: bool = False,
     q_scale: torch.Tensor | None = None,
     gated: bool = False,
+    v_from_k: bool = False,
 ) -> torch.Tensor:
     if bias is not None:
         qkv += bias
@@ -67,6 +68,9 @@ def finish_(
     counts = [queries, keys, keys][: max(2, len(norms))]
     if gated:
         raw, work = qkv.new_empty(0), torch.cat(parts(qkv, heads, gated)[:2], 1)
+    elif v_from_k:
+        by_head = qkv.unflatten(1, (-1, heads[2]))
+        raw, work = qkv.new_empty(0), torch.cat((by_head, by_head[:, queries:]), 1)
     else:
         work = qkv.unflatten(1, (-1, heads[2]))[:, : sum(counts)]
         raw = work.clone() if norms and not norm_after else qkv.new_empty(0)
@@ -78,7 +82,7 @@ def finish_(
         _normalise(work.split(counts, 1), norms, eps)
     if q_scale is not None:
         work[:, :queries].mul_(q_scale[:, None, None])
-    return work if gated else raw
+    return work if gated or v_from_k else raw
 
 
 def finish_backward(
@@ -96,11 +100,25 @@ def finish_backward(
     norm_after: bool = False,
     q_scale: torch.Tensor | None = None,
     gated: bool = False,
+    v_from_k: bool = False,
     grad_q_norm: torch.Tensor | None = None,
     grad_k_norm: torch.Tensor | None = None,
     grad_v_norm: torch.Tensor | None = None,
 ) -> None:
     queries, keys, width = heads
+    if v_from_k:  # as if k's product were there twice, and its gradient is the sum of both
+        count = queries + keys
+        whole = torch.cat(
+            [added_up(grad, n).to(raw.dtype) for grad, n in zip(grads, (queries, keys, keys), strict=True)], 1
+        )
+        read, flat = raw.unflatten(1, (-1, width)), whole.flatten(1)
+        finish_backward(
+            parts(flat, heads), flat, cos, sin, heads, torch.cat((read, read[:, queries:]), 1), q_norm=q_norm,
+            k_norm=k_norm, v_norm=v_norm, eps=eps, q_scale=q_scale, grad_q_norm=grad_q_norm, grad_k_norm=grad_k_norm,
+        )  # fmt: skip
+        place = grad_qkv.unflatten(1, (-1, width)).copy_(whole[:, :count])
+        place[:, queries:] += whole[:, count:]
+        return
     places = parts(grad_qkv, heads, gated)
     if launch.address(grads[0]) != launch.address(grad_qkv):
         added = [added_up(grad, n).to(grad_qkv.dtype) for grad, n in zip(grads, (queries, keys, keys), strict=True)]
@@ -142,7 +160,7 @@ def parts(
     queries, keys, width = heads
     by_head = qkv.unflatten(1, (-1, width))
     step = 2 if gated else 1
-    k, v = by_head[:, step * queries :].split(keys, 1)
+    k, v = by_head[:, step * queries : step * queries + keys], by_head[:, step * queries + keys :]
     return by_head[:, : step * queries : step], k, v
 
 

@@ -13,6 +13,7 @@ from graftune.errors import GraftuneError
 from graftune.model.families.common import Family
 from graftune.model.families.exaone import EXAONE
 from graftune.model.families.gemma import GEMMA
+from graftune.model.families.gemma4 import GEMMA4
 from graftune.model.families.glm import GLM
 from graftune.model.families.granite import GRANITE
 from graftune.model.families.hunyuan import HUNYUAN
@@ -41,6 +42,7 @@ _GROUPS = (
     QWEN,
     QWEN_DELTA,
     GEMMA,
+    GEMMA4,
     PHI,
     GRANITE,
     OLMO,

@@ -26,7 +26,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ),
     ("has attention in chunks, which is not supported", "llama4 llama4_text"),
     (f"(attention sinks with MXFP4 experts) is {_YET}", "gpt_oss gpt-oss"),
-    (f"(Gemma 4) is {_YET}", "gemma4 gemma4_text gemma4_unified gemma4_unified_text gemma4_assistant"),
+    ("(a draft model of Gemma 4) is not supported", "gemma4_assistant gemma4_unified_assistant gemma4-assistant"),
     (f"(Gemma 3n) is {_YET}", "gemma3n gemma3n_text"),
     (
         f"is a mixture of experts that is {_YET}",

@@ -165,7 +165,7 @@ def gguf_scaling(
 def gguf_keys(rope: RopeSpec) -> dict[str, Any]:
     """What a GGUF says about the scaling, behind the architecture's name."""
     scaling = rope.scaling
-    if scaling.kind in ("none", "llama3"):  # Llama 3's is a tensor: see gguf_tensors
+    if scaling.kind in ("none", "llama3", "proportional"):  # the last two are tensors: see gguf_tensors
         return {}
     attention = inverse_frequencies(rope.width, rope.theta, scaling)[1]
     if scaling.kind == "longrope":  # its divisors are tensors

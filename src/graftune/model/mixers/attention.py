@@ -6,7 +6,11 @@ of weights that nothing waits for run beside attention's backward, whose kernels
 A gate on attention's output is a part of the qkv product too. As a projection of its own it is behind q, k and v, and
 nothing else changes. Inside q, each head is followed by its gate, as checkpoints have it: the rows of the weight, of
 quantised blocks and of adapters stay in their order, and the kernel that norms and rotates q and k writes them to a
-buffer of their own, while the product itself is what the norms' backward reads.
+buffer of their own, while the product itself is what the norms' backward reads. The same holds where values are the
+keys before their norm.
+
+A layer may also use the keys and values of an earlier layer: its product is q alone, and its backward adds to the
+gradients that the earlier layer's backward starts from (key_values.py).
 
 Legend: T tokens, D width, N heads, K key heads, H head width, S sequences.
 """
@@ -14,15 +18,16 @@ Legend: T tokens, D width, N heads, K key heads, H head width, S sequences.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from graftune.kernels import attention, output_gate, rope
-from graftune.model.context import PassContext, Sequences
+from graftune.model.context import LayerCache, PassContext, Sequences
 from graftune.model.frozen import row_stride
-from graftune.model.mixers.key_values import KeyValues
+from graftune.model.mixers.key_values import KeyValues, NoCache, SharedKeys, add_grads, take_grads
 from graftune.model.part import (
     AttentionShape,
     Bias,
@@ -59,6 +64,9 @@ class AttentionSpec(MixerSpec):
     qk_norm: bool = False
     wide_qk_norm: bool = False  # over all heads of q, and of k, together
     v_norm: bool = False  # beside those of q and k
+    v_from_k: bool = False  # no v_proj: values are what k's norm reads, through v_norm
+    shares_keys: bool = False  # later layers use its keys and values
+    keys_from: int | None = None  # the earlier layer whose keys and values it uses, in place of any of its own
     unweighted: tuple[str, ...] = ()  # those of these norms that have no weight
     norm_after_rope: bool = False
     norm_offset: float = 0.0  # of these norms (NormSpec.offset)
@@ -71,7 +79,8 @@ class AttentionSpec(MixerSpec):
     def projections(self) -> dict[str, tuple[int, int]]:
         q, kv = self.heads * self.head_width, self.kv_heads * self.head_width
         q_rows = 2 * q if self.gate == "in_q" else q
-        found = {"qkv_proj": q + 2 * kv} if self.fused else {"q_proj": q_rows, "k_proj": kv, "v_proj": kv}
+        rows = {"qkv_proj": q + 2 * kv, "q_proj": q_rows, "k_proj": kv, "v_proj": kv}
+        found = {name: rows[name] for name in self._qkv}
         if self.gate in ("value", "head"):
             found[self.gate_proj] = q if self.gate == "value" else self.heads
         return {name: (out, self.width) for name, out in found.items()} | {self.out: (self.width, q)}
@@ -83,7 +92,9 @@ class AttentionSpec(MixerSpec):
 
     @property
     def _qkv(self) -> tuple[str, ...]:
-        return ("qkv_proj",) if self.fused else ("q_proj", "k_proj", "v_proj")
+        if self.fused:
+            return ("qkv_proj",)
+        return ("q_proj", "k_proj", "v_proj")[: 1 if self.keys_from is not None else 2 if self.v_from_k else 3]
 
     @property
     def biased(self) -> tuple[str, ...]:
@@ -96,6 +107,7 @@ class AttentionSpec(MixerSpec):
     @property
     def _norm_widths(self) -> dict[str, int]:
         names = (*(self.qk_norms if self.qk_norm else ()), *(("v_norm",) if self.v_norm else ()))
+        names = names if self.keys_from is None else names[:1]
         heads = (self.heads, self.kv_heads) if self.wide_qk_norm else (1, 1, 1)
         return {name: count * self.head_width for name, count in zip(names, heads, strict=False)}
 
@@ -136,7 +148,12 @@ class AttentionSpec(MixerSpec):
             "scale by position": 0 <= self.rope.temperature < math.inf
             and (not self.rope.temperature or self.rope.temperature_length > 0),
             "gate": self.gate in ("none", "in_q", "value", "head"),
+            "keys as values": not self.v_from_k or (self.qk_norm and self.v_norm and self.gate == "none"),
+            "shared keys": self.keys_from is None or not (self.fused or self.shares_keys or self.wide_qk_norm),
         }
+
+    def moved(self, places: Mapping[int, int]) -> AttentionSpec:
+        return self if self.keys_from is None else replace(self, keys_from=places[self.keys_from])
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -167,13 +184,18 @@ class AttentionSpec(MixerSpec):
             score_scale=self.score_scale,
             score_cap=self.score_cap,
             sinks=Sinks(*place.tensor("sinks")) if self.sinks else Sinks(),
+            v_from_k=self.v_from_k,
+            shares_keys=self.shares_keys,
+            keys_from=self.keys_from,
         )
 
-    def new_cache(self, sequences: int, capacity: int, device: torch.device, dtype: torch.dtype) -> KeyValues:
+    def new_cache(self, sequences: int, capacity: int, device: torch.device, dtype: torch.dtype) -> LayerCache:
+        if self.keys_from is not None:
+            return NoCache()
         return KeyValues((sequences, self.kv_heads, capacity, self.head_width), device, dtype)
 
     def cache_bytes(self, dtype: torch.dtype) -> CacheBytes:
-        return CacheBytes(0, 2 * self.kv_heads * self.head_width * dtype.itemsize)
+        return CacheBytes(0, 2 * self.kv_heads * self.head_width * dtype.itemsize if self.keys_from is None else 0)
 
 
 class OwnBackend(NamedTuple):
@@ -199,8 +221,8 @@ class HeadNorms(NamedTuple):
 
 
 class AttentionSaved(NamedTuple):
-    qkv: torch.Tensor  # [T, (N + 2K) H + gate], rotated; with a gate in q as the product is
-    raw: torch.Tensor  # [T, N + K (+ K), H], what the norms read, or empty; with a gate in q rotated q and k
+    qkv: torch.Tensor  # [T, (N + 2K) H + gate], rotated; with a gate in q or keys as values as the product is
+    raw: torch.Tensor  # [T, N + K (+ K), H], what the norms read, or empty; where qkv is the product, what is finished
     mixed: torch.Tensor  # [T, N H + adapter_columns], attention's output; with a gate [T, N H], before it
     stats: torch.Tensor  # of the softmax
     h_qkv: torch.Tensor | None
@@ -222,6 +244,9 @@ class Attention(Mixer[AttentionSaved]):
     score_scale: float
     score_cap: float
     sinks: Sinks
+    v_from_k: bool = False
+    shares_keys: bool = False
+    keys_from: int | None = None
     own: OwnBackend | None = None  # in place of the pass's backend
 
     @property
@@ -241,28 +266,43 @@ class Attention(Mixer[AttentionSaved]):
         return self.gate == "in_q"
 
     @property
+    def product_heads(self) -> tuple[int, int, int]:
+        """N, K, H of the product: a layer that uses another's keys has none of its own."""
+        return self.heads if self.keys_from is None else (self.heads[0], 0, self.heads[2])
+
+    @property
     def columns(self) -> int:
         """Columns of the product that are q, k and v, gates in q included."""
-        heads, key_heads, width = self.heads
-        return ((2 if self.gate_in_q else 1) * heads + 2 * key_heads) * width
+        heads, key_heads, width = self.product_heads
+        return ((2 if self.gate_in_q else 1) * heads + (1 if self.v_from_k else 2) * key_heads) * width
+
+    @property
+    def _form(self) -> dict[str, Any]:
+        """How the product is laid out, for rope's kernels."""
+        return {"gated": self.gate_in_q, "v_from_k": self.v_from_k and self.keys_from is None}
 
     @property
     def row_strides(self) -> tuple[int, int, int]:
         """Of qkv, of attention's output and of qkv's gradient. A gate reads the output from a buffer of its own."""
         columns = self.o.adapter_columns if self.gate == "none" else 0
-        grad = row_stride(self.qkv.width_out, self.qkv.adapter_columns)
-        return self.qkv.width_out, row_stride(self.o.width_in, columns), grad
+        heads, key_heads, width = self.heads
+        plain = self.keys_from is None and not self.v_from_k
+        qkv = self.qkv.width_out if plain else (heads + 2 * key_heads) * width
+        return qkv, row_stride(self.o.width_in, columns), row_stride(qkv, self.qkv.adapter_columns)
 
     def forward(self, entry: PartInput, ctx: PassContext) -> tuple[torch.Tensor, AttentionSaved]:
         qkv, h_qkv = entry.product(self.qkv)
         cos, sin, q_scale = ctx.tables[self.rope_index]
         raw = rope.finish_(
-            qkv[:, : self.columns], cos, sin, self.heads, q_scale=q_scale, gated=self.gate_in_q,
-            bias=self.bias.value if self.bias else None, **self._norm_weights(ctx),
+            qkv[:, : self.columns], cos, sin, self.product_heads, q_scale=q_scale,
+            bias=self.bias.value if self.bias else None, **self._form, **self._norm_weights(ctx),
         )  # fmt: skip
         read = self.o.input_buffer(entry.x, len(entry.x))
         mixed = read if self.gate == "none" else entry.x.new_empty(len(entry.x), self.o.width_in)
-        stats = self._attend(*self._split(qkv, raw), self._by_head(mixed), ctx.sequences)
+        q, k, v = self._split(qkv, raw, ctx)
+        if self.shares_keys:
+            ctx.shared[self.layer] = SharedKeys(k, v)
+        stats = self._attend(q, k, v, self._by_head(mixed), ctx.sequences)
         if self.gate != "none":
             output_gate.forward(self._by_head(mixed), self._gates(qkv), self._by_head(read))
         out, h_o = self.o.forward(read, ctx)
@@ -298,26 +338,33 @@ class Attention(Mixer[AttentionSaved]):
         documents = ctx.sequences.documents
         assert documents is not None, "generation has no backward"
         window, backend = self._how(ctx.sequences, documents)
-        q, k, v = self._split(qkv, raw)
+        q, k, v = self._split(qkv, raw, ctx)
         grads = attention.grad_buffers(q, k, backend)
         if grads is None:
             grad_qkv = self.qkv.grad_buffer(read.x, len(read.x)) if grad_qkv is None else grad_qkv
-            grads = self._grads_of(q, grad_qkv)
+            grads = self._grads_of(q, k, grad_qkv)
         ctx.flush()  # starts the queued weight gradients on side streams, beside attention
         attention.backward(
             self._by_head(grad_mixed), q, k, v, self._by_head(mixed), stats, documents, self.score_scale, window, grads,
             backend, self.score_cap, *self.sinks,
         )  # fmt: skip
-        del grad_mixed
+        del grad_mixed, k, v
+        if self.keys_from is not None:
+            add_grads(ctx, self.keys_from, self.heads[1], grads)
+            none = q.new_empty(len(q), 0, self.heads[2])
+            grads = grads[0], none, none
+        elif self.shares_keys:
+            take_grads(ctx, self.layer, self.heads[1], grads)
         if grad_qkv is None:  # only now: attention's own memory is free again
             grad_qkv = self.qkv.grad_buffer(read.x, len(read.x))
         (cos, sin, q_scale), ready = ctx.tables[self.rope_index], None
-        if need_input and self.norms is None and self.gate == "none" and q_scale is None:
+        plain = self.norms is None and self.gate == "none" and self.keys_from is None
+        if need_input and plain and q_scale is None:
             ready = self.qkv.rope_backward(grads, grad_qkv, (cos, sin), self.heads, ctx)
         else:
-            options = {"q_scale": q_scale, "gated": self.gate_in_q} | self._norm_weights(ctx) | self._norm_grads()
-            place, kept = grad_qkv[:, : self.columns], qkv if self.gate_in_q else raw
-            rope.finish_backward(grads, place, cos, sin, self.heads, kept, **options)
+            options = {"q_scale": q_scale} | self._form | self._norm_weights(ctx) | self._norm_grads()
+            place, kept = grad_qkv[:, : self.columns], qkv[:, : self.columns] if any(self._form.values()) else raw
+            rope.finish_backward(grads, place, cos, sin, self.product_heads, kept, **options)
         del grads
         if self.bias is not None and self.bias.grad is not None:
             self.bias.grad.add_(grad_qkv[:, : self.columns].sum(0, dtype=torch.float32))
@@ -332,13 +379,17 @@ class Attention(Mixer[AttentionSaved]):
         """Writes out [T, N, H], whose tokens may have a row stride; returns statistics for the backward."""
         past, documents = sequences.past, sequences.documents
         if past is not None:
-            cache = past.layers[self.layer]
+            own = self.keys_from is None
+            cache = past.layers[self.layer if self.keys_from is None else self.keys_from]
             assert isinstance(cache, KeyValues)
             if documents is None:
-                cache.attend(self, q, k, v, out, past)
+                if own:
+                    cache.append(k, v, past)
+                cache.attend(self, q, out, past)
                 return out.new_empty(0)
             assert documents.lengths is not None
-            cache.fill(k, v, documents.lengths)
+            if own:
+                cache.fill(k, v, documents.lengths)
         assert documents is not None
         window, backend = self._how(sequences, documents)
         more = out, self.score_cap, self.sinks.value
@@ -354,18 +405,29 @@ class Attention(Mixer[AttentionSaved]):
         ours = window or self.score_cap or self.sinks.value is not None or self.qkv.width_out % 8
         return window, "triton" if ours and backend != "cpu" else backend
 
-    def _split(self, qkv: torch.Tensor, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _split(
+        self, qkv: torch.Tensor, raw: torch.Tensor, ctx: PassContext
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [T, N, H], k and v [T, K, H] as attention reads them, all views."""
-        q, k, v = rope.parts(qkv[:, : self.columns], self.heads, self.gate_in_q)
+        if self.v_from_k and self.keys_from is None:
+            return rope.parts(raw.flatten(1), self.heads)
+        q, k, v = rope.parts(qkv[:, : self.columns], self.product_heads, self.gate_in_q)
         if self.gate_in_q:
-            q, k = raw.split([self.heads[0], self.heads[1]], 1)
-        return q, k, v
+            q, k = raw.split([self.heads[0], self.product_heads[1]], 1)
+        return (q, k, v) if self.keys_from is None else (q, *ctx.shared[self.keys_from])
 
-    def _grads_of(self, q: torch.Tensor, grad_qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _grads_of(
+        self, q: torch.Tensor, k: torch.Tensor, grad_qkv: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Where attention's backward writes dq, dk and dv: views of the product's gradient. With gates between them
-        the heads of q are not adjacent, so dq has a buffer of its own then."""
-        dq, dk, dv = rope.parts(grad_qkv[:, : self.columns], self.heads, self.gate_in_q)
-        return (torch.empty_like(q, memory_format=torch.contiguous_format) if self.gate_in_q else dq), dk, dv
+        the heads of q are not adjacent, so dq has a buffer of its own then; so have gradients of what the product does
+        not have."""
+        dq, dk, dv = rope.parts(grad_qkv[:, : self.columns], self.product_heads, self.gate_in_q)
+        if self.gate_in_q:
+            dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if self.keys_from is not None:
+            dk = k.new_empty(k.shape)
+        return dq, dk, k.new_empty(k.shape) if self.v_from_k or self.keys_from is not None else dv
 
     def _gates(self, qkv: torch.Tensor) -> torch.Tensor:
         """The gates of a product or its gradient [T, N, H], or [T, N, 1], a view."""
@@ -382,6 +444,8 @@ class Attention(Mixer[AttentionSaved]):
         if self.norms is None:
             return {}
         weights = {f"{name}_norm": norm.of(ctx.adapted) for name, norm in zip("qkv", self.norms.weights, strict=False)}
+        if self.keys_from is not None:
+            weights["k_norm"] = weights["q_norm"]  # of no keys
         return {**weights, "eps": self.norms.eps, "norm_after": self.norms.after}
 
     def _norm_grads(self) -> dict[str, Any]:

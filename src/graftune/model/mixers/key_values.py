@@ -1,15 +1,17 @@
-"""What generation keeps of an attention layer's past, and attention of one new token over it.
+"""Keys and values outside their layer: those of the past that generation keeps, with attention of one new token over
+them, and those that later layers of a pass share.
 
 Legend: T tokens, N heads, K key heads, H head width, S sequences.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from graftune.model.context import Past
+from graftune.kernels.rope.reference import added_up
+from graftune.model.context import PassContext, Past
 
 if TYPE_CHECKING:
     from graftune.model.mixers.attention import Attention
@@ -35,13 +37,14 @@ class KeyValues:
                 stored[sequence, :, :length] = fresh[start : start + length].transpose(0, 1)
             start += length
 
-    def attend(
-        self, of: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, past: Past
-    ) -> None:
-        """One new token a sequence, each seeing its own past."""
+    def append(self, k: torch.Tensor, v: torch.Tensor, past: Past) -> None:
+        """One new token a sequence."""
+        self.keys[past.sequences, :, past.lengths] = k
+        self.values[past.sequences, :, past.lengths] = v
+
+    def attend(self, of: Attention, q: torch.Tensor, out: torch.Tensor, past: Past) -> None:
+        """One new token a sequence, each seeing its own past and itself."""
         (heads, key_heads, width), lengths = of.heads, past.lengths
-        self.keys[past.sequences, :, lengths] = k
-        self.values[past.sequences, :, lengths] = v
         grouped = q.reshape(-1, key_heads, heads // key_heads, width)
         scores = (grouped @ self.keys.transpose(2, 3)).float() * of.score_scale
         if of.score_cap:
@@ -55,4 +58,37 @@ class KeyValues:
             shares = torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
         else:
             shares = torch.softmax(scores, -1)
-        out.copy_((shares.to(v.dtype) @ self.values).reshape(-1, heads, width))
+        out.copy_((shares.to(q.dtype) @ self.values).reshape(-1, heads, width))
+
+
+class NoCache:
+    """Of a layer that uses the keys and values of an earlier one."""
+
+    def keep(self, sequences: torch.Tensor) -> None: ...
+
+
+class SharedKeys(NamedTuple):
+    """The keys and values that a layer leaves for later ones in `PassContext.shared`: [T, K, H], as attention reads
+    them."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def add_grads(ctx: PassContext, layer: int, key_heads: int, grads: tuple[torch.Tensor, ...]) -> None:
+    """Add the gradients (dq, dk, dv) of a layer that uses the keys and values of `layer`: their sum is in fp32, because
+    twenty layers may share one."""
+    found = [added_up(grad, key_heads) for grad in grads[1:]]
+    sums = ctx.shared_grads.get(layer)
+    if sums is None:
+        ctx.shared_grads[layer] = [grad.float() for grad in found]
+        return
+    for total, grad in zip(sums, found, strict=True):
+        total.add_(grad)
+
+
+def take_grads(ctx: PassContext, layer: int, key_heads: int, grads: tuple[torch.Tensor, ...]) -> None:
+    """Add the sums to the gradients of the layer's own attention, which may be one for each query head."""
+    for grad, total in zip(grads[1:], ctx.shared_grads.pop(layer), strict=True):
+        place = grad if grad.shape[1] == key_heads else grad.unflatten(1, (key_heads, -1))[:, :, 0]
+        place.add_(total)

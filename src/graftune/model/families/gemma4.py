@@ -1,0 +1,266 @@
+"""Gemma 4: layers with a window and layers without one have heads of different widths, values have a norm, scores are
+not scaled, and a stored scalar multiplies the whole stream behind each layer.
+
+Layers without a window may have no v_proj: their values are the keys before their norm. A configuration states what
+these layers have of their own as `global_head_dim` and `num_global_key_value_heads`, or, as newer files do, for each
+layer in `per_layer_config`. Their rope turns a share of the frequencies, which a GGUF states as divisors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from graftune.errors import GraftuneError
+from graftune.model.families import rope
+from graftune.model.families.common import Family
+from graftune.model.families.gemma import AROUND
+from graftune.model.families.reading import Config, Getter
+from graftune.model.layer_spec import LayerSpec
+from graftune.model.mixers.attention import AttentionSpec
+from graftune.model.part import MixerSpec
+from graftune.model.rotary import inverse_frequencies
+from graftune.model.spec import EmbeddingSpec, ModelSpec
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+ROPES = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
+NOT_TURNED = 1e30  # a divisor that makes a frequency zero
+OWN = ("head_dim", "num_key_value_heads")  # what `per_layer_config` may state here
+
+
+@dataclass(frozen=True)
+class Gemma4(Family):
+    # Reading
+
+    def spec(self, config: Config, where: str, spelled: Mapping[str, str] | None = None) -> ModelSpec:
+        if config.get("use_bidirectional_attention") == "vision":  # of images alone
+            config = dict(config) | {"use_bidirectional_attention": None}
+        get = Getter(self.completed(config), where, spelled or {})
+        for key, what in (("hidden_size_per_layer_input", "per-layer embeddings"), ("enable_moe_block", "experts")):
+            if get.config.get(key):
+                raise GraftuneError(f"has {what}", where=where, fix="this variant is not supported yet")
+        plain = super().spec(config, where, spelled)
+        return replace(plain, layers=tuple(self.layer(layer) for layer in plain.layers))
+
+    def layer(self, plain: LayerSpec) -> LayerSpec:
+        return replace(plain, stream_scale="layer_scalar")
+
+    def embedding(self, get: Getter) -> EmbeddingSpec:
+        return replace(super().embedding(get), scale=math.sqrt(get.whole("hidden_size")))
+
+    def windowed(self, get: Getter) -> list[bool]:
+        """The last layer never has one."""
+        found = get.config.get("layer_types") or [
+            FULL if (index + 1) % 6 == 0 else SLIDING for index in range(get.layers())
+        ]
+        if not {FULL, SLIDING}.issuperset(found):
+            raise get.refused("kinds of layers")
+        return [kind == SLIDING for kind in get.by_layer(found)[:-1]] + [False]
+
+    def mixers(self, get: Getter) -> list[MixerSpec]:
+        windowed, window = self.windowed(get), int(get.number("sliding_window", 0))
+        own = _own_values(get, [not has_window for has_window in windowed])
+        first_shared = get.layers() - int(get.number("num_kv_shared_layers", 0))
+        # The last layer of each kind that has keys of its own.
+        owners = {windowed[index]: index for index in range(max(0, first_shared))}
+        if first_shared < get.layers() and set(owners) != set(windowed):
+            raise get.refused("shared keys")
+        used = set(windowed[first_shared:])
+        found: list[MixerSpec] = []
+        for index, has_window in enumerate(windowed):
+            mixer = self.attention(Getter({**get.config, **own[index]}, get.where, get.spelled))
+            full, local = self.ropes(get, mixer.head_width)
+            mixer = replace(
+                mixer,
+                window=window if has_window else 0,
+                rope=local if has_window else full,
+                v_from_k=not has_window and bool(get.config.get("attention_k_eq_v")),
+                shares_keys=has_window in used and owners[has_window] == index,
+                keys_from=owners[has_window] if index >= first_shared else None,
+            )
+            found.append(mixer)
+        return found
+
+    def attention(self, get: Getter) -> AttentionSpec:
+        return replace(super().attention(get), score_scale=1.0, v_norm=True, unweighted=("v_norm",))
+
+    # GGUF
+
+    def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """A GGUF states the heads of layers without a window, and those of the others under keys of their own."""
+        config = super().gguf_config(metadata, tensors, where)
+        layers, kinds = config["num_hidden_layers"], config.get("layer_types") or ()
+        shared, heads = int(config.get("num_kv_shared_layers") or 0), config.get("num_key_value_heads")
+        full = [index for index, kind in enumerate(kinds) if kind == FULL and index < layers - shared]
+        width = config["head_dim"]
+        per_layer: dict[int, dict[str, Any]] = {i: {"head_dim": width} for i, kind in enumerate(kinds) if kind == FULL}
+        if isinstance(heads, list):
+            for index, count in enumerate(heads):
+                per_layer.setdefault(index, {})["num_key_value_heads"] = count
+            heads = heads[0]
+        scaling = config.pop("rope_scaling")
+        theta = {"rope_theta": config["rope_theta"]}
+        own = {"rope_type": "default", "rope_theta": config.get("rope_local_base_freq") or config["rope_theta"]}
+        return config | {
+            "head_dim": metadata.get(f"{self.arch}.attention.key_length_swa") or width,
+            "num_key_value_heads": heads,
+            "per_layer_config": per_layer,
+            "attention_k_eq_v": bool(full) and all(f"blk.{i}.attn_v.weight" not in tensors for i in full),
+            "rope_parameters": {FULL: theta | _proportional(scaling, where), SLIDING: own},
+            "hidden_size_per_layer_input": config.get("hidden_size_per_layer_input") or 0,
+            "final_logit_softcapping": config.get("final_logit_softcapping", 30.0),  # llama.cpp's where a file has none
+        }
+
+    def gguf_keys(self, spec: ModelSpec, where: str) -> dict[str, Any]:
+        local, full = _kinds(spec)
+        mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)]
+        found = super().gguf_keys(_alike(spec), where)
+        return found | {
+            "attention.key_length": full.head_width,
+            "attention.value_length": full.head_width,
+            "attention.key_length_swa": local.head_width,
+            "attention.value_length_swa": local.head_width,
+            "attention.head_count_kv": [mixer.kv_heads for mixer in mixers],
+            "attention.sliding_window_pattern": [mixer.window > 0 for mixer in mixers],
+            "attention.shared_kv_layers": sum(mixer.keys_from is not None for mixer in mixers),
+            "embedding_length_per_layer_input": 0,
+            "final_logit_softcapping": spec.head.logit_cap,
+            "rope.dimension_count": full.rope.width,
+            "rope.dimension_count_swa": local.rope.width,
+        }
+
+    def gguf_tensors(self, spec: ModelSpec) -> dict[str, torch.Tensor]:
+        """llama.cpp wants the divisors of every model."""
+        full = _kinds(spec)[1].rope
+        turned = inverse_frequencies(full.width, full.theta, full.scaling)[0] > 0
+        return {rope.DIVISORS: torch.where(turned, float(full.scaling.factor), NOT_TURNED)}
+
+    # Writing
+
+    def config(self, spec: ModelSpec, where: str = "") -> dict[str, Any]:
+        local, full = _kinds(spec)
+        mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)]
+        found = super().config(_alike(spec), where)
+        for key in ("rope_scaling", "partial_rotary_factor"):  # rope_parameters states it
+            found.pop(key, None)
+        if any((m.head_width, m.kv_heads) != _sizes(full if not m.window else local) for m in mixers):
+            raise GraftuneError("its layers differ in more than their windows", where=where, fix="export to peft")
+        return found | {
+            "hidden_activation": found.pop("hidden_act"),
+            "global_head_dim": full.head_width,
+            "num_global_key_value_heads": full.kv_heads,
+            "attention_k_eq_v": full.v_from_k,
+            "num_kv_shared_layers": sum(mixer.keys_from is not None for mixer in mixers),
+            "use_double_wide_mlp": False,
+            "hidden_size_per_layer_input": 0,
+        }
+
+
+def _own_values(get: Getter, full: list[bool]) -> list[dict[str, Any]]:
+    """What each layer has in place of the model's head_dim and num_key_value_heads."""
+    listed = get.config.get("per_layer_config")
+    if listed is not None:
+        by_number = {int(index): values for index, values in dict(listed).items()}
+        if any(set(values) - set(OWN) for values in by_number.values()):
+            raise get.refused("per_layer_config")
+        return [dict(by_number.get(index) or {}) for index in range(len(full))]
+    own: dict[str, Any] = {"head_dim": int(get.number("global_head_dim", 512))}
+    if get.config.get("attention_k_eq_v") and get.config.get("num_global_key_value_heads"):
+        own["num_key_value_heads"] = get.whole("num_global_key_value_heads")
+    return [own if is_full else {} for is_full in full]
+
+
+def _proportional(scaling: Config, where: str) -> dict[str, Any]:
+    """The rope of layers without a window, by the divisors that a GGUF has of its frequencies."""
+    divisors = list(scaling.get("divisors") or ())
+    count = sum(divisor < NOT_TURNED / 2 for divisor in divisors)
+    if not count or len(set(divisors[:count])) != 1 or any(d < NOT_TURNED / 2 for d in divisors[count:]):
+        raise GraftuneError(
+            "its rope frequencies are not those of Gemma 4", where=where, fix="this variant is not supported"
+        )
+    share = count / len(divisors)
+    return {"rope_type": "proportional", "partial_rotary_factor": share, "factor": divisors[0]}
+
+
+def _kinds(spec: ModelSpec) -> tuple[AttentionSpec, AttentionSpec]:
+    """The attention of the first layer with a window and of the last one without, each where there is one."""
+    mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)]
+    full = [mixer for mixer in mixers if not mixer.window]
+    return next((mixer for mixer in mixers if mixer.window), full[0]), full[0]
+
+
+def _sizes(mixer: AttentionSpec) -> tuple[int, int]:
+    return mixer.head_width, mixer.kv_heads
+
+
+def _alike(spec: ModelSpec) -> ModelSpec:
+    """The same model with heads of one size, for what a file states once."""
+    local, _ = _kinds(spec)
+    layers = []
+    for layer in spec.layers:
+        assert isinstance(layer.mixer, AttentionSpec)
+        mixing, *others = layer.branches
+        mixer = replace(local, window=layer.mixer.window, rope=layer.mixer.rope, shares_keys=False)
+        part = replace(mixing.parts[0], part=mixer)
+        layers.append(LayerSpec((replace(mixing, parts=(part,)), *others)))
+    return replace(spec, layers=tuple(layers))
+
+
+COMMON: dict[str, Any] = {
+    "architecture": "gemma4",
+    "norms": AROUND,
+    "qk_norm": True,
+    "windows": "alternate",
+    "windows_in_llama_cpp": True,
+    "local_rope": True,
+    "keys": {
+        "final_logit_softcapping": "final_logit_softcapping",
+        "num_kv_shared_layers": "attention.shared_kv_layers",
+        "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+    },
+    "gguf_names": {
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+        "layer_scalar": "layer_output_scale.weight",
+    },
+}
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": True,
+    "rope_parameters": ROPES,
+    "sliding_window": 512,
+}
+GEMMA4 = (
+    Gemma4(
+        "gemma4",
+        "Gemma4ForCausalLM",
+        model_type="gemma4_text",
+        outer=("gemma4",),
+        defaults=DEFAULTS | {"hidden_size_per_layer_input": 256},
+        **COMMON,
+    ),
+    Gemma4(
+        "gemma4_unified",
+        "Gemma4UnifiedForCausalLM",
+        model_type="gemma4_unified_text",
+        outer=("gemma4_unified",),
+        defaults=DEFAULTS | {"max_position_embeddings": 262_144, "sliding_window": 1024},
+        **COMMON,
+    ),
+)

@@ -1,0 +1,67 @@
+"""Gemma 4: documents stay apart whatever is shared between layers, every adapter learns, and what is not computed is
+refused. Logits, gradients, exports and generation are compared with transformers and llama.cpp over all families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from graftune.errors import GraftuneError
+from graftune.model.families import from_config
+from graftune.settings.config import LoraConfig
+from tests.parity.test_transformers import documents, examples
+from tests.support import oracle, tiny
+
+VARIANTS = ["gemma4", "gemma4_unified"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_documents_do_not_see_each_other(variant: str, tiny_folder: Callable[[str], Path]) -> None:
+    """Packed equals unpacked, and other tokens in one document leave the others as they are."""
+    ours = oracle.ours(tiny_folder(variant))
+    first, changed, last = documents(30, 21, 17)
+    before, alone = ours.logits([first, changed, last]), [ours.logits([d]) for d in (first, changed, last)]
+    assert (before - torch.cat(alone)).abs().max() < 1e-4
+    after = ours.logits([first, [(token + 5) % tiny.VOCAB for token in changed], last])
+    assert (after[:30] - before[:30]).abs().max() < 1e-6 and (after[51:] - before[51:]).abs().max() < 1e-6
+    assert (after[30:51] - before[30:51]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_adapter_learns(variant: str, tiny_folder: Callable[[str], Path]) -> None:
+    """After one step no B is zero: those of keys that other layers use learn too."""
+    ours = oracle.ours(tiny_folder(variant), LoraConfig(rank=4, targets=("all_linear",)), random_b=False)
+    _, grads = ours.gradients(examples(20, 33, 5))
+    for name, grad in grads.items():
+        assert bool(grad.any()) == name.endswith("lora_B.weight"), name
+    assert {name.split(".")[3] for name in grads} >= {"q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"}
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is set"),
+        ({"num_kv_shared_layers": 3}, "shared keys"),
+        ({"per_layer_config": {"1": {"hidden_size": 3}}}, "per_layer_config"),
+        ({"layer_types": ["full_attention", "conv", "conv", "conv"]}, "kinds of layers"),
+    ],
+)
+def test_what_is_not_computed_is_refused(values: dict[str, object], what: str) -> None:
+    with pytest.raises(GraftuneError, match=what):
+        from_config(tiny.config("gemma4_unified") | values, "a test")
+
+
+def test_both_spellings_of_layers_without_a_window() -> None:
+    """`global_head_dim` and `num_global_key_value_heads`, or `per_layer_config` of newer files."""
+    config = tiny.config("gemma4_unified")
+    newer = {name: value for name, value in config.items() if "global" not in name}
+    newer["per_layer_config"] = {str(layer): {"head_dim": 16, "num_key_value_heads": 1} for layer in (1, 3)}
+    assert from_config(newer, "") == from_config(config, "")
+    shapes = [layer.mixer.attention for layer in from_config(config, "").layers]
+    assert [(shape.head_width, shape.kv_heads, shape.window) for shape in shapes if shape] == [
+        (8, 2, 6),
+        (16, 1, 0),
+    ] * 2
