@@ -13,8 +13,8 @@ NAMES = {name for family in FAMILIES.values() for name in (family.name, family.h
 # Values of file formats: kinds of vocabularies and pre-tokenizers in a GGUF, and names in its metadata.
 EXEMPT = {
     "exporting/gguf_vocab.py": {"llama", "qwen2", "qwen35"},
-    "tokenizer/gguf_vocab.py": {"llama"},
-    "tokenizer/pretokenize.py": {"qwen35"},
+    "tokenizer/gguf_vocab.py": {"gemma4", "llama"},
+    "tokenizer/pretokenize.py": {"gemma4", "qwen35"},
     "tokenizer/token_kinds.py": {"phi3"},
 }
 
