@@ -89,3 +89,14 @@ def test_no_launch_lets_multiply_adds_be_contracted(kind: str, monkeypatch: pyte
     monkeypatch.setitem(kernel.LAUNCHES, kind, (Recorder(), kernel.LAUNCHES[kind][1]))
     kernel.dequantise(drawn(kind, 1, 1, seed=0), kind, torch.empty(1, KINDS[kind].values), None)
     assert [options["enable_fp_fusion"] for options in asked] == [False]
+
+
+@pytest.mark.parametrize("kind", SCALES)
+def test_experts_without_rows_are_left_out(kernels_on: None, device: str, kind: str) -> None:
+    blocks = drawn(kind, 12, 2, seed=9)
+    out = torch.full((12, 2 * KINDS[kind].values), float("nan"), device=device)
+    used = torch.tensor([0, 0, 5, 5, 6], dtype=torch.int32, device=device)
+    gguf_dequant.dequantise(blocks.to(device), kind, out, used=used)
+    want = wanted(blocks, kind)
+    assert same(out[3:6].cpu(), want[3:6]) and same(out[9:].cpu(), want[9:])
+    assert bool(out[:3].isnan().all()) and bool(out[6:9].isnan().all())

@@ -24,8 +24,13 @@ def is_quantised(kind: str) -> bool:
 
 
 @launch.operation("dequantise")
-def dequantise(blocks: torch.Tensor, kind: str, out: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-    """Writes all rows of the weight to `out`, or those that `rows` [len(out)] (int32 or int64) names, in its order."""
+def dequantise(
+    blocks: torch.Tensor, kind: str, out: torch.Tensor, rows: torch.Tensor | None = None,
+    used: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Writes all rows of the weight to `out`, or those that `rows` [len(out)] (int32 or int64) names, in its order.
+    `used` [E + 1] (int32): where the rows of E experts begin, of which these are the weights, at least two rows each;
+    on a GPU, experts without rows may be left out."""
     assert blocks.dtype == torch.uint8 and blocks.dim() == 2 and blocks.is_contiguous()
     assert kind in KINDS, f"there is no dequantisation of {kind}"
     assert out.dtype in _OUT and out.dim() == 2 and out.stride(1) == 1 and out.device == blocks.device
@@ -42,7 +47,7 @@ def dequantise(blocks: torch.Tensor, kind: str, out: torch.Tensor, rows: torch.T
     if kind in PLAIN:
         kernel.cast(blocks.view(PLAIN[kind]), out, rows)
     else:
-        kernel.dequantise(blocks, kind, out, rows)
+        kernel.dequantise(blocks, kind, out, rows, used)
 
 
 def scales(blocks: torch.Tensor, kind: str) -> torch.Tensor:

@@ -40,7 +40,10 @@ def _blocks(
     """For every lane of a tile's blocks: its number, where the bytes of its block begin and whether that exists, and
     where its values go.
 
-    out_steps * STEP is the distance of rows in `out`; by STEP Triton knows how wide a store may be."""
+    out_steps * STEP is the distance of rows in `out`; by STEP Triton knows how wide a store may be.
+
+    PICK 0: every row. 1: the rows that `ids` names. More: every row but those of experts that have so many rows each
+    and compute nothing; `ids` has where the rows that each expert multiplies begin."""
     first = tl.program_id(0) * B
     each = tl.arange(0, B * LANES)
     local = each // LANES
@@ -51,11 +54,14 @@ def _blocks(
     inside = first + local < count
     out = out_ptr + row.to(tl.int64) * out_steps * STEP
     out += (below.to(tl.int64) * out_steps) * STEP + column * VALUES
-    if PICK:
+    if PICK == 1:
         source = tl.load(ids_ptr + row + below, inside, other=0).to(tl.int64)
         src = src_ptr + source * (PER_ROW * SIZE) + column * SIZE
     else:
         src = src_ptr + first.to(tl.int64) * SIZE + local * SIZE
+    if PICK > 1:
+        expert = ids_ptr + (row + below) // PICK
+        inside &= tl.load(expert + 1, inside, other=0) > tl.load(expert, inside, other=0)
     return each % LANES, src, inside, out
 
 
@@ -345,7 +351,9 @@ def cast(values: torch.Tensor, out: torch.Tensor, rows: torch.Tensor | None) -> 
     )  # fmt: skip
 
 
-def dequantise(blocks: torch.Tensor, kind: str, out: torch.Tensor, rows: torch.Tensor | None) -> None:
+def dequantise(
+    blocks: torch.Tensor, kind: str, out: torch.Tensor, rows: torch.Tensor | None, used: torch.Tensor | None = None
+) -> None:
     """The first call on a device for a kind that has a curve makes its table: not while capturing."""
     jitted, flags = LAUNCHES[kind]
     values, size = KINDS[kind]
@@ -358,11 +366,11 @@ def dequantise(blocks: torch.Tensor, kind: str, out: torch.Tensor, rows: torch.T
     curve = {"curve_ptr": _curve(out.device, _CURVES[jitted])} if jitted in _CURVES else {}
     jitted[(triton.cdiv(count, tile),)](
         blocks,
-        rows,
+        rows if used is None else used,
         out,
         count,
         out.stride(0) // step,
-        PICK=rows is not None,
+        PICK=int(rows is not None) if used is None else len(out) // (len(used) - 1),
         STEP=step,
         PER_ROW=per_row,
         SIZE=size,

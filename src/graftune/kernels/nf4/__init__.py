@@ -19,7 +19,7 @@ from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
 from graftune.kernels import launch
 from graftune.kernels.nf4 import reference
-from graftune.kernels.nf4.reference import BLOCK, GROUP, TABLE, Nf4
+from graftune.kernels.nf4.reference import BLOCK, GROUP, TABLE, Nf4, joined
 
 __all__ = [
     "STATE",
@@ -29,6 +29,7 @@ __all__ = [
     "dequantise",
     "from_checkpoint",
     "gather",
+    "joined",
     "quantise",
     "quantise_pieces",
 ]
@@ -72,27 +73,29 @@ def dequantise(
     dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     rows: tuple[int, int] | None = None,
+    used: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The values, computed in fp32 and rounded once to `dtype` (else out's, else what was quantised), in the tensor's
     shape; of `rows` = (start, stop), as a matrix. `out` [rows, width] may be part of a wider buffer: its rows may lie
-    apart, the values of a row may not, and nothing beside them is touched."""
+    apart, the values of a row may not, and nothing beside them is touched. `used` [E + 1] (int32): where the rows of E
+    experts begin, of which these are the weights; on a GPU, experts without rows may be left out."""
     start, stop = rows or (0, nf4.rows)
     assert 0 <= start < stop <= nf4.rows
     shape = (stop - start, nf4.width)
     if out is None:
         out = torch.empty(shape, dtype=dtype or nf4.dtype, device=nf4.device)
-        _fill(nf4, out, start)
+        _fill(nf4, out, start, used)
         return out if rows else out.view(nf4.shape)
     assert dtype is None or out.dtype == dtype
     matrix = out if out.shape == shape else out.view(shape)
     assert matrix.stride(1) == 1 or shape[1] == 1
-    _fill(nf4, matrix, start)
+    _fill(nf4, matrix, start, used)
     return out
 
 
-def _fill(nf4: Nf4, out: torch.Tensor, start: int) -> None:
+def _fill(nf4: Nf4, out: torch.Tensor, start: int, used: torch.Tensor | None = None) -> None:
     assert out.dtype in FLOATS.values() and out.device == nf4.device
-    launch.implementation(reference, out).dequantise(nf4, out, start)
+    launch.implementation(reference, out).dequantise(nf4, out, start, used)
 
 
 def gather(nf4: Nf4, ids: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -25,11 +25,16 @@ ODD_TILE, BLOCKS = 1024, 16  # a program's values in the kernel for odd sizes, a
 
 
 @triton.jit
-def _scale(absmax, nested_absmax, nested_map, offset, block, inside, DOUBLE: tl.constexpr):
+def _scale(
+    absmax, nested_absmax, nested_map, offset, block, inside, DOUBLE: tl.constexpr, PART_BLOCKS: tl.constexpr
+):  # fmt: skip
+    """PART_BLOCKS: blocks that share an offset; 0: all do."""
     if DOUBLE:
         code = tl.load(absmax + block, inside, other=0).to(tl.int32)
         group = tl.load(nested_absmax + (block >> 8), inside, other=0.0)
-        return tl.load(nested_map + code) * group + tl.load(offset)
+        return tl.load(nested_map + code) * group + (
+            tl.load(offset, inside, other=0.0) if PART_BLOCKS else tl.load(offset)
+        )
     else:
         return tl.load(absmax + block, inside, other=0.0)
 
@@ -60,18 +65,25 @@ def _dequantise(
     words,
     first_block,
     row_stride,
+    used,
     DOUBLE: tl.constexpr,
     ROW_WORDS: tl.constexpr,
+    PART_BLOCKS: tl.constexpr,
+    USED_WORDS: tl.constexpr,
     THREADS: tl.constexpr,
 ):
-    """ROW_WORDS: words of a row where rows lie apart, else 0. A constant, because each word's row is a division."""
+    """ROW_WORDS: words of a row where rows lie apart, else 0. A constant, because each word's row is a division.
+    USED_WORDS: words of an expert, which is left out if no row of `used` is its own; 0: nothing is left out."""
     at0 = tl.program_id(0) * (THREADS * 2) + tl.arange(0, THREADS)
     at1 = at0 + THREADS
     in0, in1 = at0 < words, at1 < words
+    if USED_WORDS:
+        in0 &= tl.load(used + at0 // USED_WORDS + 1, in0, other=0) > tl.load(used + at0 // USED_WORDS, in0, other=0)
+        in1 &= tl.load(used + at1 // USED_WORDS + 1, in1, other=0) > tl.load(used + at1 // USED_WORDS, in1, other=0)
     word0 = tl.load(codes + at0, in0, other=0)
     word1 = tl.load(codes + at1, in1, other=0)
-    scale0 = _scale(absmax, nested_absmax, nested_map, offset, first_block + (at0 >> 3), in0, DOUBLE)
-    scale1 = _scale(absmax, nested_absmax, nested_map, offset, first_block + (at1 >> 3), in1, DOUBLE)
+    scale0 = _scale(absmax, nested_absmax, nested_map, offset, first_block + (at0 >> 3), in0, DOUBLE, PART_BLOCKS)
+    scale1 = _scale(absmax, nested_absmax, nested_map, offset, first_block + (at1 >> 3), in1, DOUBLE, PART_BLOCKS)
     _store(out, table, word0, scale0, at0, in0, row_stride, ROW_WORDS)
     _store(out, table, word1, scale1, at1, in1, row_stride, ROW_WORDS)
 
@@ -90,6 +102,7 @@ def _dequantise_odd(
     width,
     row_stride,
     DOUBLE: tl.constexpr,
+    PART_BLOCKS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Value by value: for rows or ends that are no multiple of eight, which no model's large weights have."""
@@ -98,7 +111,7 @@ def _dequantise_odd(
     element = first + at
     byte = tl.load(codes + (element >> 1), inside, other=0).to(tl.int32)
     code = tl.where((element & 1) == 0, byte >> 4, byte & 15)
-    scale = _scale(absmax, nested_absmax, nested_map, offset, element >> 6, inside, DOUBLE)
+    scale = _scale(absmax, nested_absmax, nested_map, offset, element >> 6, inside, DOUBLE, PART_BLOCKS)
     value = tl.load(table + code) * scale
     row = at // width
     tl.store(out + (row * row_stride + (at - row * width)), value.to(out.dtype.element_ty), inside)
@@ -124,7 +137,7 @@ def _encode(values, borders, codes, absmax, count, LEAST: tl.constexpr, BLOCKS: 
     tl.store(codes + place, (first_code * 16 + second_code).to(tl.uint8), place * 2 < count)
 
 
-def dequantise(nf4: Nf4, out: torch.Tensor, start: int) -> None:
+def dequantise(nf4: Nf4, out: torch.Tensor, start: int, used: torch.Tensor | None = None) -> None:
     """Into out [rows, width], from row `start` on. The first call on a device makes its table: not while capturing."""
     rows, width = out.shape
     first, count = start * width, rows * width
@@ -145,6 +158,7 @@ def dequantise(nf4: Nf4, out: torch.Tensor, start: int) -> None:
             width,
             out.stride(0),
             DOUBLE=nf4.double,
+            PART_BLOCKS=nf4.part_blocks,
             TILE=ODD_TILE,
             num_warps=4,
             enable_fp_fusion=False,
@@ -161,8 +175,11 @@ def dequantise(nf4: Nf4, out: torch.Tensor, start: int) -> None:
         words,
         first // reference.BLOCK,
         out.stride(0),
+        table if used is None else used,
         DOUBLE=nf4.double,
         ROW_WORDS=0 if flat else width // 8,
+        PART_BLOCKS=nf4.part_blocks,
+        USED_WORDS=0 if used is None else words // (len(used) - 1),
         THREADS=THREADS,
         num_warps=THREADS // 32,
         enable_fp_fusion=False,

@@ -19,7 +19,7 @@ Everything goes piece by piece: beside the input and the result there are only t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,7 +63,7 @@ class Nf4:
     absmax: torch.Tensor  # [blocks] uint8 codes into the map, or fp32
     nested_absmax: torch.Tensor | None = None  # [groups] fp32
     nested_map: torch.Tensor | None = None  # [256] fp32, as the maker of the codes had it
-    offset: torch.Tensor | None = None  # fp32 scalar
+    offset: torch.Tensor | None = None  # fp32: a number, or [P] of P equal parts that were quantised one by one
 
     def __post_init__(self) -> None:
         n, blocks = self.numel, ceil_div(self.numel, BLOCK)
@@ -74,12 +74,18 @@ class Nf4:
             return
         assert self.nested_map is not None and self.offset is not None
         assert self.nested_absmax.shape == (ceil_div(blocks, GROUP),) and self.nested_map.shape == (256,)
-        assert self.offset.dim() == 0
+        if self.offset.dim():
+            assert self.offset.dim() == 1 and n == blocks * BLOCK and blocks % (len(self.offset) * GROUP) == 0
         assert {x.dtype for x in (self.nested_absmax, self.nested_map, self.offset)} == {torch.float32}
 
     @property
     def double(self) -> bool:
         return self.nested_absmax is not None
+
+    @property
+    def part_blocks(self) -> int:
+        """Blocks that share an offset, where it has several; else 0."""
+        return 0 if self.offset is None or not self.offset.dim() else len(self.absmax) // len(self.offset)
 
     @property
     def numel(self) -> int:
@@ -211,6 +217,22 @@ def finish(shape: tuple[int, ...], dtype: torch.dtype, codes: torch.Tensor, absm
     return Nf4(shape, dtype, codes, *rest)
 
 
+def joined(parts: Sequence[Nf4]) -> Nf4 | None:
+    """The rows of all parts, one after the other, each with its own codes and scales. None if the parts differ in size
+    or end within a group of scales."""
+    first, blocks = parts[0], len(parts[0].absmax)
+    alike = all(part.shape == first.shape and part.double == first.double for part in parts)
+    if not alike or first.numel != blocks * BLOCK or (first.double and blocks % GROUP):
+        return None
+    codes, absmax = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "absmax"))
+    shape = (len(parts) * first.rows, first.width)
+    if first.nested_absmax is None or first.nested_map is None or first.offset is None:
+        return Nf4(shape, first.dtype, codes, absmax)
+    groups = torch.cat([part.nested_absmax for part in parts if part.nested_absmax is not None])
+    offsets = torch.stack([part.offset for part in parts if part.offset is not None])
+    return Nf4(shape, first.dtype, codes, absmax, groups, first.nested_map, offsets)
+
+
 def whole_blocks(pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The same values in flat pieces of whole blocks, but for the last: what is left of a piece waits for the next."""
     left: torch.Tensor | None = None
@@ -244,7 +266,7 @@ def scales(nf4: Nf4, blocks: torch.Tensor) -> torch.Tensor:
     if nf4.nested_absmax is not None:
         assert nf4.nested_map is not None and nf4.offset is not None
         found = nf4.nested_map.index_select(0, found.int()) * nf4.nested_absmax.index_select(0, at // GROUP)
-        found += nf4.offset
+        found += nf4.offset.index_select(0, at // nf4.part_blocks) if nf4.part_blocks else nf4.offset
     return found.view_as(blocks)
 
 
@@ -260,8 +282,8 @@ def values(nf4: Nf4, start: int, stop: int) -> torch.Tensor:
     return found[start - first * BLOCK : stop - first * BLOCK]
 
 
-def dequantise(nf4: Nf4, out: torch.Tensor, start: int) -> None:
-    """Into out [rows, width], from row `start` on; its rows may lie apart."""
+def dequantise(nf4: Nf4, out: torch.Tensor, start: int, used: torch.Tensor | None = None) -> None:
+    """Into out [rows, width], from row `start` on; its rows may lie apart. (All of them: `used` saves a GPU time.)"""
     rows, width = out.shape
     if out.is_contiguous():
         flat, first = out.view(-1), start * width

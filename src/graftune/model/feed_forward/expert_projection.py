@@ -77,13 +77,13 @@ class Stacked:
         return self.frozen.nbytes
 
     def matmul(self, x: torch.Tensor, starts: Starts, terms: Terms) -> torch.Tensor:
-        return grouped.multiply(x, self._weight(), starts, terms)
+        return grouped.multiply(x, self._weight(starts), starts, terms)
 
     def input_grad(self, grad: torch.Tensor, starts: Starts, terms: Terms) -> torch.Tensor:
-        return grouped.multiply(grad, self._weight().transpose(1, 2), starts, terms)
+        return grouped.multiply(grad, self._weight(starts).transpose(1, 2), starts, terms)
 
-    def _weight(self) -> torch.Tensor:
-        return self.frozen.dense().unflatten(0, (self.experts, self.out_features))
+    def _weight(self, starts: Starts) -> torch.Tensor:
+        return self.frozen.dense(starts.at).unflatten(0, (self.experts, self.out_features))
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,10 @@ class Packed(RowSource, Protocol):
     """Rows of a weight matrix in memory, in a format that products cannot read. Values are computed in fp32 and rounded
     once, to the dtype asked for."""
 
-    def unpack(self, out: torch.Tensor, start: int = 0) -> None:
-        """Dequantises rows from `start` on into out [rows, in]; `out` may have a row stride."""
+    def unpack(self, out: torch.Tensor, start: int = 0, used: torch.Tensor | None = None) -> None:
+        """Dequantises rows from `start` on into out [rows, in]; `out` may have a row stride. `used` [E + 1] (int32):
+        where the rows that E experts multiply begin, if this is all their weights; those without rows may be left
+        out."""
         ...
 
     def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -177,8 +179,9 @@ class Augmented(ABC):
         """Buffers that it shares with other weights; `nbytes` does not count them."""
         return ()
 
-    def dense(self) -> torch.Tensor:
-        """The weight [out, in] as floats of the compute dtype, valid until the next product of the model."""
+    def dense(self, used: torch.Tensor | None = None) -> torch.Tensor:
+        """The weight [out, in] as floats of the compute dtype, valid until the next product of the model. `used` is
+        that of `Packed.unpack`."""
         return self.weight
 
     @property

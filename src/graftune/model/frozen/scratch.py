@@ -99,15 +99,17 @@ class Unpacked(Augmented):
         assert len(self.members) == 1, "lookups are made in a single table"
         return self.members[0].lookup(ids, self.storage.dtype)
 
-    def dense(self) -> torch.Tensor:
-        self.unpack()
+    def dense(self, used: torch.Tensor | None = None) -> torch.Tensor:
+        self.unpack(used)
         return self.weight
 
-    def unpack(self) -> None:
+    def unpack(self, used: torch.Tensor | None = None) -> None:
         """Dequantise the weight into the scratch; the adapters beside and below it are left as they are."""
         at, weight = 0, self.weight
+        if len(self.members) > 1:
+            used = None
         for member in self.members:
-            member.unpack(weight[at : at + member.shape[0]])
+            member.unpack(weight[at : at + member.shape[0]], used=used)
             at += member.shape[0]
 
 

@@ -25,7 +25,7 @@ class FloatRows(TensorRows):
     def dtype_name(self) -> str:
         return KINDS[self.tensor.dtype]
 
-    def unpack(self, out: torch.Tensor, start: int = 0) -> None:
+    def unpack(self, out: torch.Tensor, start: int = 0, used: torch.Tensor | None = None) -> None:
         gguf_dequant.cast(self.tensor[start : start + len(out)], out)
 
     def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

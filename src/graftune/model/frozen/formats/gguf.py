@@ -31,8 +31,8 @@ class GgufRows(RowsByReading):
     def nbytes(self) -> int:
         return self.blocks.nbytes
 
-    def unpack(self, out: torch.Tensor, start: int = 0) -> None:
-        gguf_dequant.dequantise(self.blocks[start : start + len(out)], self.dtype_name, out)
+    def unpack(self, out: torch.Tensor, start: int = 0, used: torch.Tensor | None = None) -> None:
+        gguf_dequant.dequantise(self.blocks[start : start + len(out)], self.dtype_name, out, used=used)
 
     def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return gguf_dequant.gather(self.blocks, self.dtype_name, ids, dtype)

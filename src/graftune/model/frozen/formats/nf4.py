@@ -13,7 +13,7 @@ Opening reads the JSON alone; bitsandbytes itself is not needed. Tensors that it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from graftune.model.frozen.interface import CheckpointWeight, RowSource
 from graftune.model.frozen.mapped import pieces, read_to
 from graftune.model.frozen.weight_format import WeightFormat
 
+MANY = 3  # members of a projection that is no mixture's: q, k and v
 PARTS = (".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
 
 
@@ -55,8 +56,8 @@ class Nf4Rows:
     def nbytes(self) -> int:
         return self.nf4.nbytes
 
-    def unpack(self, out: torch.Tensor, start: int = 0) -> None:
-        nf4.dequantise(self.nf4, out=out, rows=(start, start + len(out)))
+    def unpack(self, out: torch.Tensor, start: int = 0, used: torch.Tensor | None = None) -> None:
+        nf4.dequantise(self.nf4, out=out, rows=(start, start + len(out)), used=used)
 
     def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return nf4.gather(self.nf4, ids, dtype)
@@ -126,6 +127,12 @@ class Nf4Format(WeightFormat):
 
     def pack(self, source: RowSource, device: torch.device) -> Nf4Rows:
         return source.load(device) if isinstance(source, Nf4Tensor) else Nf4Rows.quantised(source, device)
+
+    def pack_all(self, sources: Sequence[RowSource], device: torch.device) -> list[Nf4Rows]:
+        """Experts, which are many, become one member if they can: it takes one launch to dequantise."""
+        members = [self.pack(source, device) for source in sources]
+        together = nf4.joined([member.nf4 for member in members]) if len(members) > MANY else None
+        return members if together is None else [Nf4Rows(together)]
 
 
 FORMATS = (Nf4Format(),)
