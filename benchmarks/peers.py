@@ -234,7 +234,7 @@ def nf4_llama(case: Case, device: torch.device) -> Any:
         return transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             quantization_config=quantise,
-            device_map={"": device.index or 0},
+            device_map={"": "cpu" if device.type == "cpu" else device.index or 0},
             dtype=torch.bfloat16,
             attn_implementation="sdpa",
         )

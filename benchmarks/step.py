@@ -3,7 +3,7 @@
     python benchmarks/step.py [CASE ...] [--who floor,ours,eager,api,peft,liger,liger-bf16,unsloth,hf,hf-compiled]
     python benchmarks/step.py 8b-4x2048 1b-1x512 --who ours,ranked
     python benchmarks/step.py 1b-4x512 8b-4x2048 --who floor,ours,profile
-    python benchmarks/step.py 8b-dpo-4x1024 8b-8x1024 --who floor,ours,trl,trl-none,trl-liger-bf16,unsloth
+    python benchmarks/step.py 8b-dpo-4x1024 8b-8x1024=ours --who floor,ours,trl,trl-none,trl-liger-bf16,unsloth
     python benchmarks/step.py 8b-4x2048 8b-nf4-4x2048-full --json benchmarks/results/h200.json
     python benchmarks/step.py 8b-nf4-4x2048 8b-nf4-host-4x2048 8b-4x2048 8b-shard-4x2048 --who ours
     python benchmarks/step.py --sweep tokens,rank,layers,documents --steps 3 --json FILE
@@ -281,7 +281,7 @@ def environment(who: str) -> dict[str, str]:
 def timed(name: str, options: argparse.Namespace) -> Found:
     """Everyone who is asked for, of one case."""
     found: Found = {}
-    for who in cases.participants(cases.parse(name), options.who):
+    for who in cases.participants(cases.parse(name), options.own.get(name, options.who)):
         found[who] = apart(who, name, options)
         print(f"{name:26}{who:16}{line(found[who], found)}", flush=True)
     return found
@@ -328,7 +328,8 @@ def swept(axis: str, options: argparse.Namespace) -> dict[str, list[dict[str, An
 
 def arguments(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"default: {' '.join(DEFAULT)}")
+    asked = "CASE=WHO,... has participants of its own; default: " + " ".join(DEFAULT)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=asked)
     parser.add_argument("--who", default="floor,ours", help="participants, of those a case has")
     parser.add_argument("--steps", type=int, default=10, help="timed steps, after 3 or more that warm up")
     parser.add_argument("--sweep", default="", help=f"curves instead of cases: {', '.join(cases.SWEEPS)}")
@@ -341,7 +342,10 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
     parser.add_argument("--out", default="", help=argparse.SUPPRESS)
     options = parser.parse_args(words)
+    own = dict(name.split("=", 1) for name in options.cases if "=" in name)
+    options.cases = [name.partition("=")[0] for name in options.cases]
     options.who = [name for name in options.who.split(",") if name]
+    options.own = {name: who.split(",") for name, who in own.items()}
     options.sweep = [axis for axis in options.sweep.split(",") if axis]
     if not options.cases and not options.sweep:
         options.cases = list(DEFAULT)
@@ -350,7 +354,8 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
             cases.parse(name)
     except ValueError as error:
         parser.error(str(error))
-    if unknown := set(options.who) - {"floor", "ours", "eager", "ranked", "api", "profile", *cases.PEERS}:
+    asked_for = {*options.who, *(one for who in options.own.values() for one in who)}
+    if unknown := asked_for - {"floor", "ours", "eager", "ranked", "api", "profile", *cases.PEERS}:
         parser.error(f"--who: unknown {', '.join(sorted(unknown))}")
     return options
 
