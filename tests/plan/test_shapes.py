@@ -13,15 +13,28 @@ import torch
 from graftune.losses.anchored import Anchored
 from graftune.losses.kto import Kto
 from graftune.losses.preference import Hinge, Orpo, Robust
+from graftune.model.feed_forward.router import RouterSpec
 from graftune.plan import Plan, rehearse
 from graftune.plan.counting import without_memory
 from graftune.plan.job import from_few_layers
 from graftune.plan.shapes import RULES
 from graftune.settings.config import LoraConfig
 from tests.plan.test_plan import DELTA, Setup, biased, gpu, setup, spec
+from tests.support import specs
 
 CAPPED = {"family": "gemma2", "window": 16}
 CONVOLVED = {"family": "lfm2", "convolutions": (0, 1)}
+SHARED = {"family": "glm4_moe", "experts": 4, "chosen": 2, "first_k_dense_replace": 1}
+
+
+def clamped(**more: Any) -> Any:
+    """Experts with biases and a clamped unit."""
+    made = spec(experts=4, chosen=2, family="qwen3_moe", **more)
+    return specs.edited(made, router=RouterSpec(bias=True, name="router"), bias=True, unit="clamped")
+
+
+NEXT = {"family": "qwen3_next", "experts": 4, "chosen": 2, "full_attention_interval": 2, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}  # fmt: skip
 SETUPS = {
     "gpu": lambda: gpu(asked=(90, 20, 30), new_tokens=8, cache_capacity=100),
     "gpu flash": lambda: gpu(backend="flash", lora=LoraConfig(rank=4, dropout=0.1, train_norms=True)),
@@ -31,6 +44,12 @@ SETUPS = {
     "gpu fp16": lambda: setup("cuda:0", "fp16", torch.float16),
     "gpu experts": lambda: gpu(spec=spec(experts=4, chosen=2, family="qwen3_moe", width=256)),
     "gpu, caps": lambda: gpu(backend="triton", spec=spec(width=256, **CAPPED)),
+    "gpu experts, biases": lambda: gpu(spec=clamped(width=256)),
+    "gpu experts, shared": lambda: gpu(spec=spec(width=256, **SHARED)),
+    "gpu delta nets, gated shared expert": lambda: gpu(spec=spec(width=256, **NEXT)),
+    "cpu experts, biases": lambda: setup(spec=clamped()),
+    "cpu delta nets, gated shared expert": lambda: setup(spec=spec(**NEXT), recompute="selective"),
+    "cpu experts, shared": lambda: setup(spec=spec(**SHARED)),
     "cpu experts": lambda: setup(spec=spec(experts=4, chosen=2, family="qwen3_moe")),
     "gpu convolutions": lambda: gpu(backend="triton", spec=spec(width=256, **CONVOLVED)),
     "gpu delta nets": lambda: gpu(spec=spec(width=256, **DELTA), asked=(90, 20, 30), new_tokens=8, cache_capacity=100),

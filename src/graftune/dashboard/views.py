@@ -20,7 +20,8 @@ MOST_SAMPLES, MOST_WARNINGS = 4000, 500
 def details(run: WatchedRun, differing: list[str]) -> Document:
     """The run's document in the list, and everything else."""
     with run.log() as log:
-        last = {kind: log.of(kind)[-1] if log.of(kind) else None for kind in ("run_start", "memory", "run_end")}
+        shown = ("run_start", "memory", "routing", "run_end")
+        last = {kind: log.of(kind)[-1] if log.of(kind) else None for kind in shown}
         config = read_bytes(run.folder / CONFIG, 1 << 20)
         return {
             **run.document(differing),
@@ -29,6 +30,7 @@ def details(run: WatchedRun, differing: list[str]) -> Document:
             "config_yaml": "" if config is None else config.decode("utf-8", "replace"),
             "plan": read_json(run.folder / "plan.json", 1 << 20),
             "memory": last["memory"],
+            "routing": last["routing"],
             "warnings": warnings(log),
             "samples": sample_rows(log.of("sample"))[-MOST_SAMPLES:],
             "evals": evals(log.of("eval")),

@@ -130,6 +130,14 @@ class SideStreams:
         self.join()
 
 
+class Routing(Protocol):
+    """Observes the choices of routers (feed_forward/routing.py)."""
+
+    def add(self, layer: int, scores: torch.Tensor, chosen: torch.Tensor, only_rows: bool) -> None:
+        """scores [T, E] and chosen [T, k] of a layer. `only_rows`: of the rows that predict something."""
+        ...
+
+
 class RopeTables(NamedTuple):
     cos: torch.Tensor  # [T, R/2]
     sin: torch.Tensor
@@ -152,6 +160,7 @@ class PassContext:
     # The embeddings [T, D] that a norm read, and its rstd [T], where the backward needs them.
     embedded: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)
     rows: torch.Tensor | None = field(default=None, init=False)  # the tokens that the stream's rows are; None: all
+    routing: Routing | None = field(default=None, init=False)  # takes the routers' choices; None: they are not observed
 
     def of_rows(self, rows: torch.Tensor) -> PassContext:
         """The context of branches whose stream has only these rows."""

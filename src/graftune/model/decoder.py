@@ -109,6 +109,7 @@ class Decoder:
         """The gradient that `Output.backward` gave of the rows -> every trained weight has its gradient added."""
         stream = StreamGrad(grad)
         del grad
+        ctx.routing = None  # choices that are made again are not observed again
         embedding_trains = self._embedding_trains
         self.bundles.leave(HEAD, following=EMBEDDING)
         for block in reversed(self.blocks):

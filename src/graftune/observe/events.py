@@ -10,6 +10,7 @@ Events, each with `event` and `time` (unix seconds):
   step {step, loss, grad_norm, lr, tokens, tok_s, skipped; micro_batches, tflops (the model's, over the last steps), on
   CUDA floor_share (where the floor was measured) and host_idle},
   profile {step, step_ms, plain_ms, owned, bottleneck; of profile_every},
+  routing {step, layers: [{layer, entropy, tokens (of each expert)}]; of a mixture, after steps 1, 50, 100 and so on},
   memory {step, planned, measured (bytes), owners; after the first step},
   phase {phase: what the run does from here on},
   eval {step, epoch, loss, perplexity, response_tokens; the first before step 1; metrics (means by name: the metric's,
@@ -17,7 +18,8 @@ Events, each with `event` and `time` (unix seconds):
   warning,
   sample {step (0: of the base), answers, prompts, references, shown (how many of them people see; the rest is for the
   score)},
-  (step and eval also have the loss's own figures, as cross_entropy and drift of the anchored loss)
+  (step and eval also have the loss's own figures, as cross_entropy and drift of the anchored loss; steps of a mixture
+  router_entropy, busiest_expert and idle_experts)
   run_end {step, stopped, host_ms (median host time of a step), captures, on CUDA peak_device_memory, ...}.
 """
 

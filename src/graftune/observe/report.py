@@ -36,7 +36,17 @@ from graftune.observe.page_files import asset, joined_script, joined_style
 
 NAME = "report.html"
 POINTS = 1000  # of a curve; a screen shows no more, and the file stays small
-FIGURES = ("loss", "grad_norm", "lr", "tok_s", "floor_share", "skipped")
+FIGURES = (
+    "loss",
+    "grad_norm",
+    "lr",
+    "tok_s",
+    "floor_share",
+    "router_entropy",
+    "busiest_expert",
+    "idle_experts",
+    "skipped",
+)
 MOST_WARNINGS, LONGEST = 50, 20_000  # warnings, and characters of one text
 
 
@@ -93,6 +103,7 @@ def document(folder: Path) -> dict[str, Any]:
         "stopped": end.get("stopped") if end else None,
         "plan": _plan(folder),
         "memory": _last(events, "memory"),
+        "routing": _last(events, "routing"),
         "end": {key: end.get(key) for key in ("peak_device_memory", "peak_memory")} if end else None,
         "curves": _curves(done),
         "evals": [{name: e.get(name) for name in ("step", "loss", "metrics", "metric_failed")} for e in evals(events)],

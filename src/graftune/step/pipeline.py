@@ -28,6 +28,7 @@ from graftune import spans
 from graftune.arithmetic import ceil_div
 from graftune.batch import PackedBatch
 from graftune.graph import Captured, stream
+from graftune.model.feed_forward.routing import LayerRouting, figures_of
 from graftune.spans import marked
 from graftune.step.step import REPORTED, Step
 from graftune.step.tail import RankSignals
@@ -45,15 +46,18 @@ class Figures(NamedTuple):
     skipped: bool
     response_tokens: float  # as the device counted them
     scale: float  # fp16's loss scale after this step; 0 in other dtypes
-    more: dict[str, float]  # the loss's own figures, by name
+    more: dict[str, float]  # the loss's own figures, by name, and those of a mixture's routers
     signals: RankSignals = RankSignals()  # from the other ranks
+    routing: list[LayerRouting] | None = None  # what the routers of a mixture did
 
     @staticmethod
     def of(tag: Any, step: Step, report: Sequence[float]) -> Figures:
         """Names the numbers of `Step.report`."""
         (loss, norm, skipped, tokens, scale), more = report[:REPORTED], report[step.own_figures]
         named = dict(zip(step.loss.figures, more, strict=True))
-        return Figures(tag, loss, norm, bool(skipped), tokens, scale, named, step.signals(report))
+        routing = None if step.routing is None else step.routing.read(report[step.routed])
+        named |= {} if routing is None else figures_of(routing)
+        return Figures(tag, loss, norm, bool(skipped), tokens, scale, named, step.signals(report), routing)
 
 
 def pipeline_for(step: Step, *, graph: bool = True) -> Pipeline:

@@ -29,6 +29,7 @@ from graftune.model.arena import Arena
 from graftune.model.block import Stream
 from graftune.model.context import Dropout, SideStreams
 from graftune.model.decoder import Decoder
+from graftune.model.feed_forward.routing import RoutingPass, RoutingSums
 from graftune.model.mixers.attention import Attention
 from graftune.model.start import Start
 from graftune.model.tape import Tapes
@@ -90,9 +91,14 @@ class Step:
         self.longest_ahead = longest  # `longest` of their batches
         self.count = torch.zeros((), dtype=torch.int64, device=device)  # counts applied updates only
         # Mean loss, gradient norm before clipping, whether the update was skipped, response tokens as counted on the
-        # device, fp16's loss scale; then the loss's own figures; with several ranks, their control flags.
+        # device, fp16's loss scale; then the loss's own figures, what the routers of a mixture did on this rank, and
+        # with several ranks their control flags.
         self.own_figures = slice(REPORTED, REPORTED + len(self.loss.figures))
-        self.report = torch.zeros(self.own_figures.stop + (2 * CONTROL_FLAGS if reduce else 0), device=device)
+        self.routing = RoutingSums(decoder.spec, device) if decoder.spec.experts else None
+        self.routed = slice(
+            self.own_figures.stop, self.own_figures.stop + (self.routing.numbers if self.routing else 0)
+        )
+        self.report = torch.zeros(self.routed.stop + (2 * CONTROL_FLAGS if reduce else 0), device=device)
         self.factors = torch.zeros(len(segments), device=device)
         self.ok = torch.zeros((), dtype=torch.bool, device=device)
         # Work queued on side streams keeps its tensors alive until it has run, so policies that save memory go without.
@@ -161,6 +167,8 @@ class Step:
         with matmul.tuned(self.tuned and not any_shape):
             reference = reference_of(self.loss, decoder, batch, ctx, self.start)
             spans.phase("forward")
+            if self.routing is not None:
+                ctx.routing = RoutingPass.of(self.routing, len(batch.tokens), batch.rows, batch.labels)
             # No local variable: it would keep the residual stream and its gradient alive during the backward pass.
             decoder.backward(
                 self.grad_of_loss(decoder.forward(batch.tokens, ctx, batch.rows, tape), batch, reference),
@@ -217,6 +225,8 @@ class Step:
         buffers = arena.weights, arena.grads, arena.m, arena.v, arena.compute
         self.report[3].copy_(self.token_sum)
         self.token_sum.zero_()
+        if self.routing is not None:
+            self.routing.take(self.report[self.routed])
         if self.loss.ahead:
             self.ahead.zero_()
         if self.scaler is not None:
@@ -234,15 +244,17 @@ class Step:
         spans.phase("update", operation="sum over ranks")
         self.tail.fill()
         reduce.add_up(self.arena.sums)
-        self.tail.report(self.report[self.own_figures.stop :])
+        self.tail.report(self.report[self.routed.stop :])
 
     def signals(self, report: Sequence[float]) -> RankSignals:
         """The other ranks' stop requests and weight mismatches, from a step's report."""
-        return RankSignals() if self.reduce is None else signals(report[self.own_figures.stop :], self.reduce.size)
+        return RankSignals() if self.reduce is None else signals(report[self.routed.stop :], self.reduce.size)
 
     def discard(self) -> None:
         """Drop the gradients and sums since the last update."""
         self.arena.grads.zero_()
         self.tail.zero()
+        if self.routing is not None:
+            self.routing.sums.zero_()
         self.ahead.zero_()
         self.own_ahead.zero_()

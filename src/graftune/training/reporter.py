@@ -31,6 +31,7 @@ from graftune.step.pipeline import Figures
 from graftune.training import floors
 from graftune.training.metric import Scores
 
+ROUTING_EVERY = 50  # steps between two tables of tokens per expert in the log
 OFF = {"cuda": 0.03, "cpu": 0.10}  # how far a run may exceed its plan
 
 
@@ -125,6 +126,11 @@ class Reporter:
         self.bar.update(step, loss=done.loss, lr=facts["lr"], tokens=facts["tokens"], amounts=amounts)
         figures = {"loss": done.loss, "grad_norm": done.grad_norm, "tok_s": self.meter.tok_s, "skipped": done.skipped}
         self.log.emit("step", **facts, **figures, **self._rates(), **done.more)
+        if done.routing and (step == 1 or step % ROUTING_EVERY == 0 or step == self.total):
+            layers = [
+                {"layer": one.layer, "entropy": round(one.entropy, 4), "tokens": one.tokens} for one in done.routing
+            ]
+            self.log.emit("routing", step=step, layers=layers)
         if self._phase == "compiling":
             self.phase("training")
         if self.console.gone and not self.reported_gone:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from graftune.model.context import micro_batch_id
+from graftune.model.feed_forward.routing import FIGURES as ROUTING
 from graftune.observe.console import Console
 from graftune.observe.events import Event, EventLog
 from graftune.observe.trackers import Tracking
@@ -110,7 +111,7 @@ class Trainer:
             hooks.append(Callbacks(callbacks))
         if run.track != "none" and leads:
             settings = self.parts.config.flat()
-            figures = self.parts.loss.figures
+            figures = (*self.parts.loss.figures, *(ROUTING if self.parts.step.routing is not None else ()))
             tracking = Tracking(run.track, state.folder, settings, console.warn, state.epoch_steps, figures)
             hooks.append(Trackers(tracking))
         return hooks

@@ -5,6 +5,7 @@ import { button, el, fill } from "./dom.js";
 import { count } from "./format.js";
 import { shortcut } from "./keys.js";
 import { memoryTable } from "./memory.js";
+import { routingTable } from "./routing.js";
 import { NAMES, PANELS, clipMark, evalLine, isShown, linesOf, metricLine, metricPanels } from "./panels.js";
 import { Curves } from "./series.js";
 import { USUAL, smoothLoss, spanOf } from "./smooth.js";
@@ -18,7 +19,8 @@ export class CurvesView {
     this.grid = el("div", { class: "charts" });
     this.memory = el("section", { class: "panel" });
     this.warnings = el("section", { class: "panel" });
-    fill(root, this.toolbar(), this.grid, el("div", { class: "columns" }, this.memory, this.warnings));
+    this.routing = el("section", { class: "panel", hidden: !run.routing });
+    fill(root, this.toolbar(), this.grid, this.routing, el("div", { class: "columns" }, this.memory, this.warnings));
     for (const panel of PANELS) this.makeChart(panel);
     this.range.onChange(() => this.scheduleZoom());
     shortcut("l", "Log scale on and off", () => this.setLog(!this.log));
@@ -66,10 +68,11 @@ export class CurvesView {
       if (!this.curves.append(event) || this.curves.crowded) return this.reload();
     } else if (event.event === "eval") this.curves.addEval(event);
     else if (event.event === "memory") this.run.memory = event;
+    else if (event.event === "routing") this.run.routing = event;
     else if (event.event === "warning") (this.run.warnings ??= []).push(event);
     else if (event.event === "resume" || event.event === "run_start") return this.reload();
     else return;
-    this.scheduleDraw(event.event === "memory" || event.event === "warning");
+    this.scheduleDraw(["memory", "routing", "warning"].includes(event.event));
   }
 
   reload() {
@@ -152,6 +155,8 @@ export class CurvesView {
   drawBelow() {
     for (const chart of this.charts.values()) chart.setMarks(this.run.marks ?? []);
     fill(this.memory, el("h2", {}, "Memory"), memoryTable(this.run.plan, this.run.memory, this.run.end));
+    this.routing.hidden = !this.run.routing;
+    if (this.run.routing) fill(this.routing, el("h2", {}, "Experts"), routingTable(this.run.routing));
     const warnings = this.run.warnings ?? [];
     const shown = warnings.slice(-50).reverse();
     const lines = shown.map((warning) => el("li", {}, typeof warning === "string" ? warning : warning.text ?? ""));

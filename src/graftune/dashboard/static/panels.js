@@ -10,6 +10,9 @@ export const PANELS = [
   { name: "lr", title: "Learning rate", format: short },
   { name: "tok_s", title: "Tokens per second", format: count, axis: (ticks) => ticks.map(count) },
   { name: "floor_share", title: "Share of the floor", format: percent, axis: (ticks) => ticks.map(percent), shownIf: known },
+  { name: "router_entropy", title: "Router entropy, of the largest", format: percent, axis: (ticks) => ticks.map(percent), shownIf: known },
+  { name: "busiest_expert", title: "Busiest expert, times an equal share", format: short, shownIf: known },
+  { name: "idle_experts", title: "Experts without tokens", format: percent, axis: (ticks) => ticks.map(percent), shownIf: (value) => value > 0 },
   { name: "skipped", title: "Skipped updates", format: short, shownIf: (value) => value > 0 },
 ];
 

@@ -6,6 +6,7 @@ import { withCode } from "./code_text.js";
 import { copyButton, el, fill } from "./dom.js";
 import { count, date, duration, loss } from "./format.js";
 import { memoryTable } from "./memory.js";
+import { routingTable } from "./routing.js";
 import { PANELS, clipMark, evalLine, isShown, linesOf, metricLine, metricPanels } from "./panels.js";
 import { USUAL, smoothLoss, spanOf } from "./smooth.js";
 
@@ -63,6 +64,7 @@ function show() {
     headOf(),
     el("div", { class: "toolbar" }, el("label", {}, log, " Log scale"), thinned),
     el("div", { class: "charts" }, charts.map(([chart]) => chart.element)),
+    run.routing ? section("Experts", routingTable(run.routing)) : null,
     el("div", { class: "columns" }, section("Memory", memoryTable(run.plan, run.memory, run.end)), warnings),
     el("div", { class: "columns one" }, samplesOf()),
     el("div", { class: "columns one" }, run.command ? section("Command", copyButton("Copy", () => run.command), el("pre", { tabindex: "0" }, run.command)) : null, section("Configuration", el("pre", {}, run.config))),

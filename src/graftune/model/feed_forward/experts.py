@@ -144,7 +144,7 @@ class ExpertsSpec(FeedForwardSpec):
             biases = {name: place.tensor(f"experts.{name}.bias")[0] for name in self.projections}
             gate_up.bias = torch.cat([biases[member] for member in PARAMETERS["gate_up_proj"]], 1)
             down.bias = biases["down_proj"]
-        return Experts(router=self.router.build(place, self.chosen), gate_up=gate_up, down=down, unit=self.unit)
+        return Experts(place.layer, self.router.build(place, self.chosen), gate_up, down, self.unit)
 
 
 class ExpertsSaved(NamedTuple):
@@ -156,6 +156,7 @@ class ExpertsSaved(NamedTuple):
 
 @dataclass
 class Experts(FeedForward[ExpertsSaved]):
+    layer: int
     router: Router
     gate_up: ExpertProjection
     down: ExpertProjection
@@ -164,6 +165,8 @@ class Experts(FeedForward[ExpertsSaved]):
     def forward(self, entry: PartInput, ctx: PassContext) -> tuple[torch.Tensor, ExpertsSaved]:
         normed = entry.tensor()
         routed = self.router.forward(normed)
+        if ctx.routing is not None:
+            ctx.routing.add(self.layer, routed.scores, routed.chosen, ctx.rows is not None)
         gate_up, h_gate_up = self._first(normed, routed, ctx)
         expert_out, h_down = self.down.forward(self._act(gate_up), routed.starts, ctx.adapted)
         return combine(expert_out, routed.places, routed.weights), ExpertsSaved(gate_up, h_gate_up, h_down, routed)
