@@ -2,7 +2,7 @@
 
     PYTHONPATH=src:. python tools/store_preferences.py      with trl 1.16.0, datasets 4.3.0 and peft 0.21.2 installed
 
-TRL is no dependency of the tests: they compare with tests/fixtures/preferences.json, which this writes. The loss is
+TRL is no dependency of the tests: they compare with tests/fixtures/preferences.*, which this writes. The loss is
 that of TRL's own `_compute_loss` (DPOTrainer, KTOTrainer); SimPO is that of CPOTrainer's `cpo_loss`. ORPO is the
 formula that LLaMA-Factory 0.9.5 documents, -log p(c)/|c| - beta log sigmoid(log odds(c) - log odds(r)).
 TRL's `sft` share is a mean over the tokens of a batch and ours a mean per answer: there each pair is a batch of its
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from tests.losses import preferred
 from tests.support import oracle, tiny
 
@@ -140,7 +141,8 @@ def without_reference(model: Any, data: list[Example], how: dict[str, Any]) -> t
     return losses.mean(), {name: float(value.mean()) for name, value in values.items()}
 
 
-def computed(family: str, name: str, folder: Path) -> dict[str, Any]:
+def computed(family: str, name: str, folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Loss and figures, and the gradients by the names of the fixture."""
     ours, how = preferred.ours_of(family, folder), preferred.settings(name)
     model = tiny.load_hf(folder)
     bare = how["loss"] in ("simpo", "orpo")
@@ -149,8 +151,10 @@ def computed(family: str, name: str, folder: Path) -> dict[str, Any]:
     loss, figures = of(model, preferred.data_of(name), how)
     loss.backward()
     known = {oracle.peft_name(n): n for n in ours.arena.slots}
-    grads = {known[n]: preferred.projections(known[n], p.grad) for n, p in model.named_parameters() if n in known}
-    return {"loss": float(loss.detach()), "figures": figures, "grads": grads}
+    named = model.named_parameters()
+    grads = {f"{family}/{name}/{known[n]}": p.grad.contiguous() for n, p in named if n in known}
+    assert len(grads) == len(ours.arena.slots)
+    return {"loss": float(loss.detach()), "figures": figures}, grads
 
 
 def main() -> None:
@@ -158,10 +162,15 @@ def main() -> None:
     import trl
 
     made: dict[str, Any] = {"trl": trl.__version__, "peft": peft.__version__, "torch": torch.__version__}
+    every: dict[str, torch.Tensor] = {}
     with tempfile.TemporaryDirectory() as folder:
         for family in preferred.FAMILIES:
-            made[family] = {name: computed(family, name, Path(folder) / family) for name in preferred.CASES}
+            made[family] = {}
+            for name in preferred.CASES:
+                made[family][name], grads = computed(family, name, Path(folder) / family)
+                every |= grads
     preferred.STORED.parent.mkdir(exist_ok=True)
+    save_file(every, preferred.GRADS)
     preferred.STORED.write_text(json.dumps(made) + "\n")
     print(f"{preferred.STORED}: {sum(len(made[family]) for family in preferred.FAMILIES)} cases")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from graftune.batch import Example
 from graftune.settings.config import LoraConfig
@@ -19,6 +20,7 @@ from tests.support import oracle, tiny
 from tests.support.stored import numbers
 
 STORED = Path(__file__).parents[1] / "fixtures" / "preferences.json"
+GRADS = STORED.with_suffix(".safetensors")  # of every LoRA weight, named family/case/weight
 FAMILIES = ("llama-shallow", "qwen3")
 LORA = LoraConfig(rank=4, alpha=10.0)
 # The settings of each case; `label_smoothing` and others as the settings are called.
@@ -89,7 +91,7 @@ def data_of(name: str) -> list[Example]:
 
 
 def projections(name: str, grad: torch.Tensor) -> list[float]:
-    """What is stored of a gradient: its norm, and its products with two fixed directions."""
+    """Of a gradient that is not stored whole: its norm, and its products with two fixed directions."""
     draw = np.random.default_rng(sum(name.encode()))
     directions = [numbers(draw, tuple(grad.shape), 1.0).double() for _ in range(2)]
     exact = grad.detach().double()
@@ -99,3 +101,14 @@ def projections(name: str, grad: torch.Tensor) -> list[float]:
 @cache
 def stored() -> dict[str, Any]:
     return json.loads(STORED.read_text())
+
+
+@cache
+def _grads() -> dict[str, torch.Tensor]:
+    return load_file(GRADS)
+
+
+def grads_of(family: str, name: str) -> dict[str, torch.Tensor]:
+    """The gradients that TRL and PEFT computed, by the names of the weights."""
+    start = f"{family}/{name}/"
+    return {key.removeprefix(start): grad for key, grad in _grads().items() if key.startswith(start)}
