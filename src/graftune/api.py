@@ -34,7 +34,16 @@ from graftune.observe.console import Console
 from graftune.observe.events import Event
 from graftune.observe.memory import free_bytes
 from graftune.plan import card_here
-from graftune.run_folder import adapter_folder, find_state, is_run, open_state, trains_all, whole_run, with_adapter
+from graftune.run_folder import (
+    adapter_folder,
+    find_state,
+    is_run,
+    open_adapter,
+    open_state,
+    trains_all,
+    whole_run,
+    with_adapter,
+)
 from graftune.runtime import device_of, set_up
 from graftune.session import Batch, Sample, Session, StepStats, arguments, open_session
 from graftune.settings import auto
@@ -122,14 +131,11 @@ def _opened(base: str, adapter: str, settings: dict[str, Any]) -> Session:
         # The run's settings of data and loss hold for its evaluation too; its template is saved with the adapter.
         stored = Config.of_run(folder).nested()
         kept = {k: v for k, v in stored["data"].items() if k not in ("template", "append_eos")}
-        loss = {name: stored["train"][name] for name in LOSS_SETTINGS}
-        if loss["reference"] == "start":  # which a finished run has not kept; its checkpoints are opened with it
-            loss["reference"] = "base"
-        settings = kept | loss | settings
+        settings = kept | {name: stored["train"][name] for name in LOSS_SETTINGS} | settings
     config = Config.of(settings | {"base": base if adapter or not tuned else ""}, where="settings")
-    if tuned:
-        config = with_adapter(config, load_adapter(adapter_folder(folder)))
-    return open_session(config)
+    if not tuned:
+        return open_session(config)
+    return open_adapter(with_adapter(config, load_adapter(adapter_folder(folder))), folder)
 
 
 def train(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from safetensors import SafetensorError, safe_open
 
 from graftune.errors import GraftuneError
 from graftune.io.files import check_plain, whole
+from graftune.losses import choose
 from graftune.model.arena import Arena
 from graftune.model.lora import build_arena, target_names, targets_of
-from graftune.session import Session, open_session, with_template
+from graftune.session import Parts, Session, open_session, with_template
 from graftune.settings.config import LOSS_SETTINGS, Config, LoraConfig, expand_targets
 from graftune.weights import checkpoint
-from graftune.weights.adapter import Adapter, adapter_tensors, is_adapter, load_adapter
+from graftune.weights.adapter import Adapter, adapter_tensors, is_adapter, load_adapter, place_adapter
 from graftune.weights.base import Base, default_base, open_base, with_new_tokens
 from graftune.weights.model import is_model
 
@@ -220,6 +222,26 @@ def open_state(state: RunCheckpoint, settings: dict[str, Any]) -> Session:
     if not state.trains_all:
         session.parts.config = session.config.replace(adapter=str(state.path))
     return session
+
+
+def open_adapter(config: Config, folder: Path) -> Session:
+    """Open a base with the adapter of this folder, or of this run. If the run's loss compares with its start, the
+    adapter that it continued is read when the loss is first evaluated. Without one, the start was the base."""
+    run = Config.of_run(folder) if is_run(folder) else config
+    if run is config or not run.train.reference == config.train.reference == "start":
+        return open_session(config)
+    session = open_session(config.replace(reference="base"))
+    if run.lora.adapter:
+        parts = session.parts
+        parts.config = parts.config.replace(reference="start")
+        parts.loss, parts.read_start = choose(parts.config.train), partial(_read_start, Path(run.lora.adapter), parts)
+    return session
+
+
+def _read_start(adapter: Path, parts: Parts) -> torch.Tensor:
+    arena = build_arena(parts.base.spec, parts.lora, torch.device("cpu"), torch.float32)
+    place_adapter(load_adapter(adapter), arena, parts.base)
+    return arena.weights
 
 
 def state_base(state: RunCheckpoint, base: str = "", revision: str = "") -> Base:

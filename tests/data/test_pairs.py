@@ -10,7 +10,7 @@ import pytest
 
 from graftune.batch import Example
 from graftune.data.dataset import Dataset
-from graftune.data.encoded import groups_of, numbers_of
+from graftune.data.encoded import groups_of, numbers_of, unit_of
 from graftune.data.kind import DataKind
 from graftune.data.pairs import PAIRS, RATED
 from graftune.errors import GraftuneError
@@ -206,3 +206,14 @@ def test_many_pairs_over_max_seq_len(template: str | None, tmp_path: Path) -> No
             (answer,) = trained_runs(example)
             text = side if isinstance(side, str) else side[-1]["content"]
             assert answer.removesuffix("<|im_end|>").removesuffix("</s>") == text, "an answer is never cut"
+
+
+def test_pairs_are_counted_as_pairs() -> None:
+    """Both answers of a pair are examples; what is said of the data counts pairs."""
+    pairs = Dataset.of([Example([1, 2], [False, True], group=i // 2) for i in range(6)], kind=PAIRS)
+    assert len(pairs) == 6 and pairs.count == "3 pairs" and pairs.subset([0, 1]).count == "1 pair"
+    assert repr(pairs).startswith("Dataset(3 pairs, ") and unit_of(pairs.examples) == "answers"
+    alone = Dataset.of([Example([1, 2], [False, True])])
+    assert (
+        alone.count == "1 example" and unit_of(alone.examples) == "examples" and alone.subset([]).count == "0 examples"
+    )

@@ -145,3 +145,21 @@ def test_other_dtypes(how: dict[str, str], tiny_folder) -> None:
                     losses.append(session.optim_step().loss)
             assert losses[0] == pytest.approx(0.6931 if loss == "dpo" else 0.5, abs=0.02) and losses[-1] < losses[0]
             assert torch.isfinite(session.parts.arena.weights).all()
+
+
+@pytest.mark.parametrize("which", ["", "@best"])
+def test_a_finished_run_is_evaluated_against_its_start(which: str, trained: Callable[..., Path]) -> None:
+    """As its last evaluation was, from the adapter or from a checkpoint; the base gives other figures."""
+    first = trained("first", "dpo", max_steps=2)
+    run = trained("run", "dpo", adapter=str(first), reference="start", best="margin", max_steps=3)
+    last = evals(read_events(run / "metrics.jsonl"))[-1]
+    rows = rows_of("dpo")
+    with graftune.open(f"{run}{which}", quiet=True) as session:
+        own = session.evaluate(rows)
+        session._use_loss(type(session.loss)(session.loss.beta))  # type: ignore[attr-defined]
+        base = session.evaluate(rows)
+    with graftune.open(str(first), quiet=True) as session:
+        begun = session.evaluate(rows)
+    assert last["margin"] > 0 and own.figures["prefers"] == base.figures["prefers"]
+    assert base.figures["margin"] - own.figures["margin"] == pytest.approx(begun.figures["margin"], abs=1e-5)
+    assert abs(begun.figures["margin"]) > 1e-3

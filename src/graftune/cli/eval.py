@@ -77,7 +77,9 @@ def evaluate(
 
 def _with_progress(run: Any, examples: Any, console: Console, adapted: bool) -> Any:
     label = "evaluating" if adapted else "evaluating the base"
-    with console.progress(len(examples.examples), label=label, unit="examples") as bar:
+    from graftune.data.encoded import unit_of
+
+    with console.progress(len(examples), label=label, unit=unit_of(examples.examples)) as bar:
         return run.evaluate(examples, adapted=adapted, on_progress=bar.update)
 
 

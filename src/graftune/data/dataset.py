@@ -28,7 +28,7 @@ from graftune.data.record import Message
 from graftune.data.row import Lines
 from graftune.data.row_encoder import CHUNK_ROWS, RowEncoder
 from graftune.data.source import SourceFile, digest_of, rows, sources
-from graftune.data.summary import Summary, nothing_usable
+from graftune.data.summary import Summary, counted, nothing_usable
 from graftune.data.token_text import as_html
 from graftune.data.writer import NewExample, StoreWriter
 from graftune.errors import GraftuneError
@@ -76,7 +76,7 @@ class Dataset:
     def __repr__(self) -> str:
         summary = self.summary
         trained = f"{summary.response_tokens} of {summary.tokens} tokens trained"
-        return f"Dataset({len(self)} examples, {trained}, longest {self.longest}, {self.path or 'in memory'})"
+        return f"Dataset({self.count}, {trained}, longest {self.longest}, {self.path or 'in memory'})"
 
     def _repr_html_(self) -> str:
         """A notebook shows the first examples, with the trained text marked."""
@@ -156,6 +156,12 @@ class Dataset:
             max_seq_len=self.summary.max_seq_len,
         )
         return dataclasses.replace(self, examples=part, summary=summary)
+
+    @property
+    def count(self) -> str:
+        """How much there is, in words: 400 pairs, or 400 examples."""
+        rows = self.leading()
+        return counted(len(rows), "example" if rows is self else self.kind.removesuffix("s"))
 
     def leading(self) -> Dataset:
         """Without the later members of groups: of pairs the chosen answers, whose prompts the model is asked."""

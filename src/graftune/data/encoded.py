@@ -338,6 +338,11 @@ def kind_of(examples: Sequence[Example]) -> str | None:
     return examples.store.kind if isinstance(examples, Examples) else None
 
 
+def unit_of(examples: Sequence[Example]) -> str:
+    """The word for single examples, in the plural: answers, where several of them belong to one row."""
+    return "answers" if len(examples) and groups_of(examples[:1])[0] >= 0 else "examples"
+
+
 def side_of(examples: Sequence[Example], index: int) -> str:
     """chosen or rejected, of an example of pairs; empty for other data. The chosen one comes first."""
     if kind_of(examples) != "pairs":

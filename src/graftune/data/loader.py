@@ -92,6 +92,15 @@ class Loader:
         indices = list(itertools.chain.from_iterable(self.plan(epoch)[step]))
         return float(self.shares[indices].sum()) or 1.0
 
+    def used(self, steps: int) -> list[int]:
+        """The numbers of the examples that the first `steps` steps of a run read, in the order of the data."""
+        found, epoch = set[int](), 0
+        while steps > 0 and len(found) < len(self.examples):
+            for step in self.plan(epoch)[:steps]:
+                found.update(itertools.chain.from_iterable(step))
+            steps, epoch = steps - len(self.plan(epoch)), epoch + 1
+        return sorted(found)
+
     def capacities(self, epochs: int) -> Capacities:
         """What holds every micro-batch of the first `epochs` epochs; fixes the shapes."""
         bins = (indices for epoch in range(epochs) for step in self.plan(epoch) for indices in step)

@@ -128,6 +128,7 @@ class Parts:
     world: World | None = None  # the ranks of the run, where there are several
     whole: dict[str, Any] | None = None  # the configuration to save the model with, if all of it is trained
     start: Start | None = None  # snapshot of the weights at the start of the run, where the loss compares with it
+    read_start: Callable[[], torch.Tensor] | None = None  # the same of a finished run, read when it is needed
     say: Callable[[str], None] = _discard  # reports a note to the user
     closed: bool = field(default=False, init=False)
     _reported: set[str] = field(default_factory=set, init=False)  # notes that were reported already
@@ -213,6 +214,10 @@ class Parts:
 
     def start_of(self, loss: Loss) -> Start | None:
         """The snapshot that a loss compares with. A loss that needs one is refused if it was not taken at the start."""
+        if loss.reference == "start" and self.start is None and self.read_start is not None:
+            values = self.read_start()
+            self.start = Start(self.arena)
+            self.start.values.copy_(values)
         if loss.reference == "start" and self.start is None:
             raise GraftuneError(
                 f"the loss {type(loss).__name__} compares with the adapter as it was at the start, which was not kept",

@@ -25,7 +25,7 @@ import torch
 
 import graftune
 from graftune.data import cached
-from graftune.data.encoded import Examples, token_places
+from graftune.data.encoded import Examples, token_places, unit_of
 from graftune.io import files
 from graftune.losses import Loss
 from graftune.session.parts import UNPLANNED, Parts
@@ -51,12 +51,13 @@ def fill(parts: Parts, examples: Examples, between: Callable[[int], None] = lamb
     assert column is not None, "with_references makes the place for them"
     _, first = np.unique(examples.stored, return_index=True)
     part = Examples(examples.store, examples.chosen[first])  # each example once
+    what = f"the reference's log-probabilities of {len(part)} {unit_of(part)}"
     places = token_places(part) if parts.loss.reference_per == "label" else part.stored
     path = cached.folder() / f"{_key(parts, part)}{SUFFIX}"
     found = _read(path, column.dtype, len(places))
     if all([found is not None] if world is None else world.gather(found is not None)):
         column[places] = found
-        return f"the reference's log-probabilities of {len(part)} examples were computed earlier"
+        return f"{what} were computed earlier"
     values = reference_pass(
         parts.decoder,
         part,
@@ -72,7 +73,7 @@ def fill(parts: Parts, examples: Examples, between: Callable[[int], None] = lamb
     column[places] = values.cpu().numpy()
     why = _write(path, column[places]) if world is None or not world.local_rank else ""
     kept = f"are kept for this run only ({why})" if why else "are stored"
-    return f"the reference's log-probabilities of {len(part)} examples {kept}"
+    return f"{what} {kept}"
 
 
 def _key(parts: Parts, examples: Examples) -> str:

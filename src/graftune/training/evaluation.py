@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from graftune.batch import Example
+from graftune.data.encoded import unit_of
 from graftune.step.evaluate import EvalResult
 from graftune.training.hooks import Hook, RunState
 from graftune.training.metric import Metric, Scores
@@ -32,7 +33,7 @@ class Evaluation(Hook):
     def run(self, state: RunState) -> None:
         p, report = state.progress, state.report
         report.phase("evaluating")
-        counted = report.counted("validating", len(self.examples), "examples", state.check_stop_alone)
+        counted = report.counted("validating", len(self.examples), unit_of(self.examples), state.check_stop_alone)
         with state.pausing_steps("evaluate"), counted as count, state.stop.interruptible():
             result = state.parts.evaluated(self.examples, on_progress=count)
         scores = None if self.metric is None else self._scores(state, self.metric)

@@ -283,7 +283,7 @@ def run_job(
 def _report_data(console: Console, whole: Dataset, training: Dataset, validation: Dataset) -> None:
     summary = whole.summary
     console.note(
-        f"data: {counted(len(training), 'example')} to train on, {len(validation)} to validate, "
+        f"data: {training.count} to train on, {len(validation.leading())} to validate, "
         f"{summary.tokens} tokens, {summary.supervised_share:.0%} of them trained"
     )
     if summary.template:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from graftune.data.encoded import reference_model_of
 from graftune.model.context import micro_batch_id
 from graftune.model.feed_forward.routing import FIGURES as ROUTING
 from graftune.observe.console import Console
@@ -91,8 +92,11 @@ class Trainer:
         """In the order in which they are called."""
         prepared, state, run = self.prepared, self.state, self.parts.config.run
         leads, console = state.ranks.leads, state.report.console
-        hooks: list[Hook] = [References(prepared.data.training, prepared.data.validation)]
-        hooks.append(Preview(prepared.data.training.examples))
+        training, hooks = prepared.data.training, list[Hook]()
+        if reference_model_of(training.examples):
+            used = training.subset(self.loader.used(state.total)).examples  # a short run does not read all of them
+            hooks.append(References(used, prepared.data.validation.examples))
+        hooks.append(Preview(training.examples))
         if run.trace_steps and leads:
             hooks.append(Trace())
         if run.profile_every and state.ranks.world is not None:
