@@ -264,7 +264,7 @@ def test_errors_in_the_packing_thread_surface_and_no_thread_is_left(monkeypatch:
             raise RuntimeError("packing failed")
         return pack(*args, **kwargs)
 
-    monkeypatch.setattr("graftune.data.loader.pack", failing)
+    monkeypatch.setattr("graftune.data.pack.pack", failing)
     steps = loader.epoch(0)
     assert next(steps) and next(steps)
     with pytest.raises(RuntimeError, match="packing failed"):

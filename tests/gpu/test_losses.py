@@ -22,7 +22,7 @@ from graftune.step.step import Step
 from tests.gpu.test_quantised import base_of
 from tests.gpu.test_quantised import ready as device_loop
 from tests.gpu.test_step import HYPER, SHAPE, examples, ready
-from tests.losses import preferred
+from tests.losses import preferred, sampled
 from tests.support import oracle
 
 pytestmark = pytest.mark.gpu
@@ -81,7 +81,9 @@ def referenced(data: list[Example], loss: Loss) -> Examples:
 
 def trained(name: str, base: oracle.Ours, *, graph: bool, stored: bool = False, steps: int = 4, **more: Any) -> Any:
     """(figures of each step, the weights after them, the loop). From the second step on, sending one may not wait."""
-    loss, data = choose(TrainConfig(**preferred.settings(name))), preferred.data_of(name)
+    policy = name in sampled.CASES
+    loss = choose(TrainConfig(**sampled.CASES[name] if policy else preferred.settings(name)))
+    data = sampled.answers() if policy else preferred.data_of(name)
     examples = referenced(data, loss) if stored and loss.reference else data
     torch.manual_seed(5)
     base.arena.weights.copy_(torch.randn(len(base.arena.weights)).mul_(0.05))
@@ -122,16 +124,17 @@ def bases(tiny_folder: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "nf4"])
-@pytest.mark.parametrize("name", preferred.CASES)
-def test_preferences_captured_are_eager_bit_for_bit(name: str, kind: str, bases: Any, deterministic: None) -> None:
+@pytest.mark.parametrize("name", [*preferred.CASES, "cispo, sequence", "dapo, kl"])
+def test_captured_are_eager_bit_for_bit(name: str, kind: str, bases: Any, deterministic: None) -> None:
     """Autograd over the log-probabilities inside the graph; KTO's sums ahead of a step in a graph of their own; the
     reference computed in the step, and stored. Without a host synchronisation."""
-    for stored in (False, True):
+    for stored in (False, True) if name in preferred.CASES else (False,):
         figures, weights, loop = trained(name, bases(kind), graph=True, stored=stored, deterministic=True)
         figures_, weights_, _ = trained(name, bases(kind), graph=False, stored=stored, deterministic=True)
         assert figures == figures_ and torch.equal(weights, weights_)
         assert loop.captures == 1 and all(one.run.graph is not None for one in loop.ahead_inputs.values())
-        assert figures[-1].loss < figures[0].loss and not any(one.skipped for one in figures)
+        assert (figures[-1].loss < figures[0].loss) or name in sampled.CASES
+        assert not any(one.skipped for one in figures)
 
 
 @pytest.mark.parametrize("name", ["dpo", "kto"])

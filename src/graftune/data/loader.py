@@ -17,16 +17,7 @@ from typing import Any
 
 from graftune.batch import PLAIN, BatchLayout, Example, PackedBatch
 from graftune.data.encoded import lengths_of, responses_of, take
-from graftune.data.pack import (
-    Capacities,
-    ahead_capacities,
-    capacities,
-    divided,
-    pack,
-    pack_ahead,
-    pack_nothing,
-    plan_epoch,
-)
+from graftune.data.pack import Capacities, ahead_capacities, capacities, divided, pack_ahead, pack_bins, plan_epoch
 from graftune.ranks import WHOLE, Share
 
 
@@ -104,10 +95,15 @@ class Loader:
     def capacities(self, epochs: int) -> Capacities:
         """What holds every micro-batch of the first `epochs` epochs; fixes the shapes."""
         bins = (indices for epoch in range(epochs) for step in self.plan(epoch) for indices in step)
-        self._limits = capacities(bins, self.lengths, self.responses)
+        shape = capacities(bins, self.lengths, self.responses)
+        self.fix(shape)
+        return shape
+
+    def fix(self, shape: Capacities) -> None:
+        """Fix the shapes to one that holds every micro-batch."""
+        self._limits = shape
         if self.layout.ahead is not None:
-            self.ahead_shape = ahead_capacities(self._limits, self.layout.ahead.longest(self.examples))
-        return self._limits
+            self.ahead_shape = ahead_capacities(shape, self.layout.ahead.longest(self.examples))
 
     def epoch(
         self, epoch: int, start_step: int = 0, stage: Callable[[PackedBatch], Any] = as_packed
@@ -128,14 +124,9 @@ class Loader:
                 yield batches
 
     def _staged(self, step: list[list[int]], stage: Callable[[PackedBatch], Any]) -> list[Any]:
-        limits = self._limits._asdict() if self.fixed and self._limits is not None else {}
-        mine = [step[number] if number < len(step) else [] for number in divided(step, self.lengths, self.share)]
-        packed = [
-            pack(take(self.examples, indices), layout=self.layout, **limits)
-            if indices
-            else pack_nothing(self.layout, **limits)
-            for indices in mine
-        ]
+        packed = pack_bins(
+            self.examples, step, self.lengths, self.layout, self.share, self._limits if self.fixed else None
+        )
         if self.layout.ahead is not None:
             # In the order of the data, which does not depend on how the step is divided.
             whole = take(self.examples, sorted(itertools.chain.from_iterable(step)))

@@ -21,14 +21,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from operator import gt, sub
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from graftune.arithmetic import ceil_div
+from graftune.arithmetic import ceil_div, power_of_two
 from graftune.batch import PLAIN, BatchLayout, Example, PackedBatch
-from graftune.data.encoded import flat, lengths_of, responses_of
+from graftune.data.encoded import flat, lengths_of, responses_of, take
 from graftune.ranks import Share
 
 LOOK_AHEAD = 64
@@ -43,6 +44,31 @@ class Capacities(NamedTuple):
     max_docs: int  # the documents that padding makes are among them
     max_rows: int
     longest: int  # tokens of a document
+
+    @property
+    def padding_docs(self) -> int:
+        """Documents that padding makes at most."""
+        return ceil_div(self.capacity, self.longest)
+
+    @property
+    def real_docs(self) -> int:
+        """Documents that a micro-batch may have however much padding it needs."""
+        return self.max_docs - self.padding_docs
+
+    def holds(self, other: Capacities) -> bool:
+        """Whether micro-batches of another shape can be packed in this one."""
+        sizes = (other.capacity, other.max_docs, other.max_rows, other.longest)
+        own = (self.capacity, self.real_docs, self.max_rows, self.longest)
+        return all(need <= there for need, there in zip(sizes, own, strict=True))
+
+    def grown(self, other: Capacities, most: int, longest: int) -> Capacities:
+        """A shape that holds both, rounded up to powers of two, so that it seldom has to grow again. Rounding up leaves
+        micro-batches within `most` tokens; `longest`: a bound on documents to come."""
+        least = max(self.capacity, other.capacity)
+        capacity = max(least, min(power_of_two(least), whole_tiles(most)))
+        bound = min(capacity, whole_tiles(max(self.longest, other.longest, longest)))
+        docs = power_of_two(max(self.max_docs, other.max_docs) + ceil_div(capacity, bound))
+        return Capacities(capacity, docs, min(capacity, power_of_two(max(self.max_rows, other.max_rows))), bound)
 
 
 def plan_epoch(
@@ -104,33 +130,44 @@ def members(units: Units, numbers: list[int]) -> list[int]:
     return numbers if units is None else [index for unit in numbers for index in units[unit]]
 
 
-def bins_in_order(examples: Sequence[Example], capacity: int, layout: BatchLayout) -> list[list[int]]:
-    """Indices of the examples, in order, as many to a batch as it holds; those of one group together. A longer one has
-    a batch of its own."""
+def bins_in_order(
+    examples: Sequence[Example],
+    capacity: int,
+    layout: BatchLayout,
+    *,
+    docs: int | None = None,
+    rows: int | None = None,
+) -> list[list[int]]:
+    """Indices of the examples, in order, as many to a batch as it holds tokens, documents and rows; those of one group
+    together. A longer one has a batch of its own."""
     units = units_of(None if layout.groups is None else layout.groups(examples), len(examples))
+    needs, limits = [lengths_of(examples)], [capacity]
+    if docs is not None:
+        needs, limits = [*needs, np.ones(len(examples), np.int64)], [*limits, docs]
+    if rows is not None:
+        needs, limits = [*needs, responses_of(examples)], [*limits, rows]
     bins: list[list[int]] = []
-    left = 0  # tokens that the last batch can still take
-    for index, length in enumerate(unit_lengths(lengths_of(examples), units).tolist()):
-        if length > left:
+    left = [0] * len(limits)  # what the last batch can still take
+    for index, need in enumerate(zip(*(unit_lengths(each, units).tolist() for each in needs), strict=True)):
+        if any(map(gt, need, left)):
             bins.append([])
-            left = max(capacity, length)
+            left = list(map(max, limits, need))
         bins[-1].append(index)
-        left -= length
+        left = list(map(sub, left, need))
     return [members(units, indices) for indices in bins]
 
 
-def bins_within(examples: Sequence[Example], most: Capacities) -> list[list[int]]:
-    """The same in batches of a fixed shape, which bounds documents and response rows too."""
-    bins, tokens, docs, rows = list[list[int]](), 0, 0, 0
-    sizes = zip(lengths_of(examples).tolist(), responses_of(examples).tolist(), strict=True)
-    for index, (length, responses) in enumerate(sizes):
-        tokens, docs, rows = tokens + length, docs + 1, rows + responses
-        padding = ceil_div(most.capacity - tokens, most.longest)
-        if not bins or tokens > most.capacity or rows > most.max_rows or docs + padding > most.max_docs:
-            bins.append([])
-            tokens, docs, rows = length, 1, responses
-        bins[-1].append(index)
-    return bins
+def bins_within(examples: Sequence[Example], shape: Capacities, layout: BatchLayout) -> list[list[int]]:
+    """The same in batches of a fixed shape."""
+    return bins_in_order(examples, shape.capacity, layout, docs=shape.real_docs, rows=shape.max_rows)
+
+
+def largest_units(examples: Sequence[Example], layout: BatchLayout) -> Capacities:
+    """The least that holds every example, or every group, alone. Documents of padding are not counted."""
+    units = units_of(None if layout.groups is None else layout.groups(examples), len(examples))
+    alone: Sequence[Sequence[int]] = [[index] for index in range(len(examples))] if units is None else units
+    found = capacities(alone, lengths_of(examples), responses_of(examples))
+    return found._replace(max_docs=max(map(len, alone)))
 
 
 class _Step:
@@ -165,10 +202,10 @@ def capacities(
     starts = np.cumsum(counts) - counts
     tokens = np.add.reduceat(np.asarray(lengths, dtype=np.int64)[order], starts)
     rows = np.add.reduceat(np.asarray(responses, dtype=np.int64)[order], starts)
-    capacity = _up(int(tokens.max()))
-    longest = min(capacity, _up(int(np.max(lengths))))
+    capacity = whole_tiles(int(tokens.max()))
+    longest = min(capacity, whole_tiles(int(np.max(lengths))))
     docs = int((counts + ceil_div(capacity - tokens, longest)).max())
-    return Capacities(capacity, docs, _up(max(1, int(rows.max()))), longest)
+    return Capacities(capacity, docs, whole_tiles(max(1, int(rows.max()))), longest)
 
 
 def divided(bins: Sequence[Sequence[int]], lengths: np.ndarray, share: Share) -> list[int]:
@@ -191,7 +228,8 @@ def divided(bins: Sequence[Sequence[int]], lengths: np.ndarray, share: Share) ->
     return parts[share.rank]
 
 
-def _up(count: int) -> int:
+def whole_tiles(count: int) -> int:
+    """A size rounded up to whole tiles."""
     return ceil_div(count, TILE) * TILE
 
 
@@ -289,26 +327,38 @@ def pack_nothing(
     )
 
 
+def pack_bins(
+    examples: Sequence[Example],
+    bins: Sequence[Sequence[int]],
+    lengths: np.ndarray,
+    layout: BatchLayout,
+    share: Share,
+    shape: Capacities | None = None,
+) -> list[PackedBatch]:
+    """This rank's share of the bins of a step, packed; without a shape, in exact ones. All ranks have equally many.
+    `lengths`: those of all examples."""
+    limits = {} if shape is None else shape._asdict()
+    return [
+        pack(take(examples, bins[number]), layout=layout, **limits)
+        if number < len(bins)
+        else pack_nothing(layout, **limits)
+        for number in divided(bins, lengths, share)
+    ]
+
+
 def pack_ahead(
     examples: Sequence[Example], layout: BatchLayout, capacity: int, share: Share, shape: Capacities | None = None
 ) -> tuple[PackedBatch, ...]:
-    """This rank's batches of what the layout's `ahead` makes of all examples of a step, of exact shapes or of this one.
-    All ranks have equally many."""
+    """This rank's batches of what the layout's `ahead` makes of all examples of a step, of exact shapes or of this one."""
     ahead = layout.ahead
     assert ahead is not None
     made, own = ahead.make(examples), BatchLayout(fields=ahead.fields)
-    bins = bins_in_order(made, capacity, own) if shape is None else bins_within(made, shape)
-    fixed = {} if shape is None else shape._asdict()
-    return tuple(
-        pack([made[index] for index in bins[number]], layout=own, **fixed)
-        if number < len(bins)
-        else pack_nothing(own, **fixed)
-        for number in divided(bins, lengths_of(made), share)
-    )
+    bins = bins_in_order(made, capacity, own) if shape is None else bins_within(made, shape, own)
+    return tuple(pack_bins(made, bins, lengths_of(made), own, share, shape))
 
 
 def ahead_capacities(shape: Capacities, longest: int) -> Capacities:
     """The shape of batches of examples ahead of up to `longest` tokens, beside micro-batches of this shape."""
-    longest = _up(longest)
+    longest = whole_tiles(longest)
     tokens = max(shape.capacity, longest)
     return Capacities(tokens, shape.max_docs + ceil_div(tokens, longest), shape.max_rows, longest)

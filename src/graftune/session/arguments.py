@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,6 +43,12 @@ def whole_number(value: object, name: str, least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise GraftuneError(f"{name} is {value!r}", fix=f"it must be a whole number of at least {least}")
     return int(value)
+
+
+def above_zero(value: object, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
+        raise GraftuneError(f"{name} is {value!r}", fix="it must be a number above 0")
+    return float(value)
 
 
 def data_set(value: object, verb: str) -> Dataset:

@@ -1,24 +1,40 @@
 """The batches of a session, and the figures of its steps.
 
 A batch is data packed for the session's loss, in the micro-batches of one step; the first pass begins where a loaded
-state left off. Settings that are `auto` and depend on the data or on memory are resolved here, when a session first
-trains: the tokens of a step by the data, the rest by the plan, or, where there is no planner, to values that always
-work.
+state left off. Examples that come without a data set, step by step, are packed in order. On CUDA their micro-batches
+all have the shape that the first ones needed, rounded up, so that they replay from one graph: what exceeds it goes into
+further micro-batches, and only a single example that exceeds it makes the shape grow.
+
+Settings that are `auto` and depend on the data or on memory are resolved here, when a session first trains: the tokens
+of a step by the data, the rest by the plan, or, where there is no planner, to values that always work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from graftune.batch import BatchLayout, PackedBatch
+from graftune.arithmetic import power_of_two
+from graftune.batch import BatchLayout, Example, PackedBatch
 from graftune.data.dataset import Dataset, prepare
-from graftune.data.encoded import lengths_of, take
+from graftune.data.encoded import lengths_of, responses_of
 from graftune.data.loader import Loader
 from graftune.data.memory import Data, as_given
-from graftune.data.pack import bins_in_order, largest, pack, pack_ahead
+from graftune.data.pack import (
+    Capacities,
+    ahead_capacities,
+    bins_in_order,
+    bins_within,
+    capacities,
+    largest,
+    largest_units,
+    pack_ahead,
+    pack_bins,
+    whole_tiles,
+)
 from graftune.data.summary import counted
+from graftune.data.tokenised import examples_of, is_tokenised
 from graftune.errors import GraftuneError
 from graftune.losses import Loss, stores_reference
 from graftune.session.parts import UNPLANNED, DataPosition, Parts, loader_of
@@ -36,15 +52,12 @@ class Batch:
     packed: Sequence[PackedBatch]  # the micro-batches
     tokens: int  # padding left out
     response_tokens: int  # those that are trained
+    divisor: float  # of the loss's sums over all micro-batches, those of other ranks too
     _position: DataPosition | None = None  # of the session in its data set, once the batch was used
     _staged: Sequence[Any] | None = field(default=None, repr=False)  # on its way to the device, for one use
     _loader: Loader | None = field(default=None, repr=False)  # that packed it, for a loss
     _loss: Loss | None = field(default=None, repr=False)  # that it was packed for
-
-    @property
-    def divisor(self) -> float:
-        """The divisor of the loss's sums over all micro-batches."""
-        return sum(batch.divisor for batch in self.packed)
+    _fixed: bool = field(default=False, repr=False)  # in a shape that is captured
 
     def __len__(self) -> int:
         """Micro-batches."""
@@ -54,15 +67,10 @@ class Batch:
         count = "1 micro-batch" if len(self) == 1 else f"{len(self)} micro-batches"
         return f"Batch({self.tokens} tokens in {count}, {self.response_tokens} of them trained)"
 
-    @property
-    def _fixed(self) -> bool:
-        """Whether it has the shape that is captured."""
-        return self._loader is not None and self._loader.fixed
-
-    def _take(self, stage: Callable[[PackedBatch], Any]) -> Sequence[Any]:
-        """The micro-batches that were sent to the device ahead; a second use sends them again."""
+    def _take(self, stage: Callable[[PackedBatch], Any]) -> Iterable[Any]:
+        """The micro-batches that were sent to the device ahead; others are sent one after the other."""
         staged, self._staged = self._staged, None
-        return staged if staged is not None else [stage(batch) for batch in self.packed]
+        return staged if staged is not None else map(stage, self.packed)
 
     def _suits(self, loss: Loss) -> bool:
         """Whether the batch has the fields and the divisor of this loss."""
@@ -129,6 +137,8 @@ class StepStats:
         )
 
 
+OWN = "own examples"  # those that come without a data set
+
 # Resolves `auto` when training begins, for a data set (None: for any) in batches of a layout.
 Planner = Callable[[Parts, Dataset | None, BatchLayout], None]
 
@@ -139,6 +149,8 @@ class BatchFeed:
     def __init__(self, parts: Parts):
         self.parts = parts
         self.planner: Planner | None = None
+        self.asked_tokens = parts.config.train.tokens_per_micro_batch  # by the user; 0: planned
+        self._longest_ahead = 0  # tokens of the longest example ahead of a step of own examples
         self._loaded: tuple[Dataset, Loss, Loader] | None = None
         self._resume_at: DataPosition | None = None  # of a loaded state, until a pass has begun there
         self._passed: set[int] = set()  # epochs before it that were passed over
@@ -162,7 +174,8 @@ class BatchFeed:
         for index, held in enumerate(loader.epoch(epoch, start, stage), start):
             tokens, responses = loader.counts(epoch, index)
             packed, staged = zip(*held, strict=True)
-            yield Batch(packed, tokens, responses, DataPosition(epoch, index + 1, digest), staged, loader, loss)
+            position, divisor = DataPosition(epoch, index + 1, digest), loader.divisor(epoch, index)
+            yield Batch(packed, tokens, responses, divisor, position, staged, loader, loss, loader.fixed)
             parts.check_open()
 
     def loader_for(self, data: Dataset) -> Loader:
@@ -226,28 +239,57 @@ class BatchFeed:
         )
         return start
 
-    def own_batch(self, batch: PackedBatch | Dataset | Data) -> Batch:
+    def own_batch(self, batch: PackedBatch | Dataset | Data | Sequence[Example]) -> Batch:
         """A batch that did not come from `batches`, in micro-batches of the session's size."""
         if isinstance(batch, PackedBatch):
             self.resolve_auto(None, self.parts.loss.layout(()))
-            return Batch([batch], len(batch.tokens), batch.response_tokens)
-        examples = self.examples(batch, "forward_backward").examples
-        layout = self.parts.loss.layout(examples)
+            return Batch([batch], len(batch.tokens), batch.response_tokens, batch.divisor)
+        parts, examples = self.parts, self.examples(batch, "forward_backward")
+        layout = parts.loss.layout(examples)
         self.resolve_auto(None, layout)
-        bins = bins_in_order(examples, self.parts.config.train.tokens_per_micro_batch, layout)
-        packed = [pack(take(examples, held), layout=layout) for held in bins]
+        lengths, responses = lengths_of(examples), responses_of(examples)
+        most = parts.config.train.tokens_per_micro_batch
+        shape = self._own_shape(examples, layout, most) if parts.fixed_shapes else None
+        bins = bins_in_order(examples, most, layout) if shape is None else bins_within(examples, shape, layout)
+        packed = pack_bins(examples, bins, lengths, layout, parts.share, shape)
+        ahead = None
         if layout.ahead is not None:
-            capacity = self.parts.config.train.tokens_per_micro_batch
-            packed[0].ahead = pack_ahead(examples, layout, capacity, self.parts.share)
-        return Batch(packed, int(lengths_of(examples).sum()), sum(one.response_tokens for one in packed))
+            if shape is not None:
+                self._longest_ahead = max(self._longest_ahead, power_of_two(layout.ahead.longest(examples)))
+                ahead = ahead_capacities(shape, self._longest_ahead)
+            packed[0].ahead = pack_ahead(examples, layout, most, parts.share, ahead)
+        if shape is not None:
+            parts.pipeline.bound_documents(shape.longest, ahead.longest if ahead else 0)
+        divisor = float((responses if layout.shares is None else layout.shares(examples)).sum())
+        return Batch(packed, int(lengths.sum()), int(responses.sum()), divisor, _fixed=shape is not None)
 
-    def examples(self, data: Data | Dataset, verb: str) -> Dataset:
-        """A data set. Records are encoded for this call, and those that are left out or shortened are reported."""
+    def _own_shape(self, examples: Sequence[Example], layout: BatchLayout, most: int) -> Capacities:
+        """The fixed shape of micro-batches of these examples. The first ones decide, with what the settings say."""
+        parts, settings = self.parts, self.parts.config.train
+        if OWN not in parts.shapes:
+            docs, rows = settings.documents_per_micro_batch, settings.rows_per_micro_batch
+            bins = bins_in_order(examples, most, layout, docs=docs or None, rows=rows or None)
+            need = capacities(bins, lengths_of(examples), responses_of(examples))
+            asked = need._replace(capacity=max(need.capacity, whole_tiles(self.asked_tokens)))
+            first = asked.grown(need, most, parts.config.data.max_seq_len)
+            if docs:
+                first = first._replace(max_docs=docs + first.padding_docs)
+            if rows:
+                first = first._replace(max_rows=whole_tiles(rows))
+            parts.shape_for(OWN, first, most)
+        return parts.shape_for(OWN, largest_units(examples, layout), most)
+
+    def examples(self, data: Data | Dataset | Sequence[Example], verb: str) -> Sequence[Example]:
+        """Those of a data set; or tokenised ones, checked; or records, encoded for this call. Records that are left out
+        or shortened are reported."""
         parts = self.parts
+        if is_tokenised(data):
+            return examples_of(data, parts.base.spec.vocab, parts.config.data.max_seq_len)  # type: ignore[arg-type]
         if isinstance(data, Dataset):
             found = data
         else:
-            found = prepare(as_given(data, verb), parts.tokenizer, parts.config.data, None, parts.loss.data, keep=False)
+            given = as_given(data, verb)  # type: ignore[arg-type]  # tokenised examples were returned above
+            found = prepare(given, parts.tokenizer, parts.config.data, None, parts.loss.data, keep=False)
             summary = found.summary
             for reason, count in (*summary.refused.items(), *summary.dropped.items()):
                 parts.say(f"{verb}: {counted(count, 'record')} left out: {reason}")
@@ -255,4 +297,4 @@ class BatchFeed:
                 parts.say(f"{verb}: {counted(count, 'record')} shortened: {reason}")
         if not len(found):
             raise GraftuneError(f"{verb} was given a data set without examples", fix="give another one")
-        return found
+        return found.examples

@@ -132,6 +132,7 @@ class Parts:
     say: Callable[[str], None] = _discard  # reports a note to the user
     closed: bool = field(default=False, init=False)
     _reported: set[str] = field(default_factory=set, init=False)  # notes that were reported already
+    shapes: dict[str, Capacities] = field(default_factory=dict, init=False)  # fixed ones, by their kind of data
 
     @classmethod
     def wired(
@@ -247,10 +248,20 @@ class Parts:
         """Fix the shape of every micro-batch of this many epochs; None where batches keep their exact shapes."""
         if not loader.fixed:
             return None
-        shape = loader.capacities(math.ceil(epochs))
-        ahead = loader.ahead_shape
-        self.pipeline.bound_documents(shape.longest, ahead.longest if ahead else 0)
+        shape = self.shape_for("data sets", loader.capacities(math.ceil(epochs)), loader.micro_capacity)
+        loader.fix(shape)
+        self.pipeline.bound_documents(shape.longest, loader.ahead_shape.longest if loader.ahead_shape else 0)
         return shape
+
+    def shape_for(self, data: str, need: Capacities, most: int) -> Capacities:
+        """The shape of all micro-batches of a kind of data: the first one that it needed, for as long as that holds
+        what comes. A larger one frees the graphs, so data of other lengths does not collect captures. `most`: tokens
+        that rounding up may come to."""
+        had = self.shapes.setdefault(data, need)
+        if had != need and not had.holds(need):
+            self.shapes[data] = had.grown(need, most, self.config.data.max_seq_len)
+            self.pipeline.free_graphs()
+        return self.shapes[data]
 
     def evaluated(
         self,

@@ -3,8 +3,8 @@
     session.forward_backward(batch)     as often as there are batches to accumulate
     stats = session.optim_step(lr=...)
 
-Batches of `batches()` have one fixed shape on CUDA and replay from graphs, exactly as `graftune train` does; others run
-eagerly, with a note. Only reading a step's figures waits for the device.
+Batches of `batches()` have one fixed shape on CUDA and replay from graphs, exactly as `graftune train` does, and so do
+examples that are given step by step. Only reading a step's figures waits for the device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from graftune.batch import PackedBatch
+from graftune.batch import Example, PackedBatch
 from graftune.data.dataset import Dataset, prepare
 from graftune.data.memory import Data, as_given
 from graftune.errors import GraftuneError
@@ -169,10 +169,15 @@ class Session:
 
     # Training
 
-    def forward_backward(self, batch: Batch | PackedBatch | Dataset | Data, loss: str | Loss | None = None) -> None:
-        """Forward, loss, backward. Gradients add up until `optim_step`. `batch` comes from `batches()`. Records (as
-        `prepare` takes them), a data set and packed batches of your own are taken too; they are divided into
-        micro-batches of the session's size, and on CUDA they run eagerly, not from the graphs.
+    def forward_backward(
+        self, batch: Batch | PackedBatch | Dataset | Data | Sequence[Example], loss: str | Loss | None = None
+    ) -> None:
+        """Forward, loss, backward. Gradients add up until `optim_step`. `batch` comes from `batches()`; or it is the
+        examples of one step: records (as `prepare` takes them), a data set, or tokenised examples, each a dict with
+        `tokens` and, one number per token, `mask` (which are trained) or `weights`, and what the loss reads, as
+        `advantages` and `logprobs`. They are divided into micro-batches of the session's size. On CUDA their
+        micro-batches replay from one graph, in the shape that the first ones needed, rounded up. Packed batches of your
+        own are taken too and run eagerly.
 
         `loss`, a name or an object, replaces the session's from here on. One that reads other fields than the loss a
         batch was packed for is given to `batches()` or to `graftune.open`.
@@ -190,7 +195,7 @@ class Session:
             for staged in batch._take(pipeline.stage):
                 pipeline.micro(staged, self._next_micro_batch_id())
         else:
-            self.parts.say_once("batches of other shapes than those of batches() run eagerly, not from CUDA graphs")
+            self.parts.say_once("packed batches of your own run eagerly, not from CUDA graphs: give examples instead")
             for packed in batch.packed:
                 pipeline.eager(packed, self._next_micro_batch_id())
         self._tokens += batch.tokens
@@ -297,7 +302,7 @@ class Session:
 
     def evaluate(
         self,
-        data: Data | Dataset,
+        data: Data | Dataset | Sequence[Example],
         *,
         adapted: bool = True,
         on_progress: Callable[[int], None] = lambda done: None,
@@ -309,19 +314,23 @@ class Session:
             print(session.evaluate("held-out.jsonl").perplexity)
         """
         self._check_usable(adapted)
-        examples = self.feed.examples(data, "evaluate").examples
+        examples = self.feed.examples(data, "evaluate")
         return self.parts.evaluated(examples, adapted=adapted, on_progress=on_progress)
 
-    def logprobs(self, data: Data | Dataset, *, adapted: bool = True) -> list[torch.Tensor]:
-        """The log-probability of every response token, one tensor per example (fp32, on the CPU).
+    def logprobs(
+        self, data: Data | Dataset | Sequence[Example], *, adapted: bool = True, temperature: float = 1.0
+    ) -> list[torch.Tensor]:
+        """The log-probability of every response token, one tensor per example (fp32, on the CPU). `temperature` divides
+        the logits. `data` may be tokenised, as for `forward_backward`.
 
         Example:
             (one,) = session.logprobs([{"prompt": "Say 1", "response": "one"}])
         """
         self._check_usable(adapted)
-        examples = self.feed.examples(data, "logprobs").examples
+        examples = self.feed.examples(data, "logprobs")
+        temperature = arguments.above_zero(temperature, "temperature")
         capacity = self.config.train.tokens_per_micro_batch or UNPLANNED
-        return text.logprobs_of(self.parts, examples, capacity, adapted)
+        return text.logprobs_of(self.parts, examples, capacity, adapted, temperature)
 
     def sample(
         self,

@@ -177,7 +177,9 @@ def encoded(parts: Parts, prompt: str | Conversation) -> tuple[list[int], tuple[
 
 
 @torch.no_grad()
-def logprobs_of(parts: Parts, examples: Sequence[Example], capacity: int, adapted: bool) -> list[torch.Tensor]:
+def logprobs_of(
+    parts: Parts, examples: Sequence[Example], capacity: int, adapted: bool, temperature: float = 1.0
+) -> list[torch.Tensor]:
     """The log-probability of every response token, per example: fp32 on the CPU."""
     decoder, lengths, found = parts.decoder, lengths_of(examples).tolist(), list[torch.Tensor]()
     sums = [0, *accumulate(lengths)]
@@ -189,7 +191,8 @@ def logprobs_of(parts: Parts, examples: Sequence[Example], capacity: int, adapte
         held = take(examples, range(start, end))
         batch = pack(held).to(decoder.device)
         run = decoder.begin_batch(batch, parts.eager_attention, adapted=adapted)
-        output = decoder.read_out(decoder.forward(batch.tokens, run, batch.rows), adapted=adapted)
+        stream = decoder.forward(batch.tokens, run, batch.rows)
+        output = decoder.read_out(stream, adapted=adapted, temperature=temperature)
         found += output.log_probs(batch.labels).float().cpu().split(responses_of(held).tolist())
         start = end
     return found

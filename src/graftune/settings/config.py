@@ -325,6 +325,20 @@ class TrainConfig:
         resume="fixed",
         min=0,
     )
+    documents_per_micro_batch: int = opt(
+        0,
+        "documents of a micro-batch of examples that a loop of your own gives, on CUDA; 0: as the first batch needs, "
+        "rounded up to a power of two",
+        resume="free",
+        min=0,
+    )
+    rows_per_micro_batch: int = opt(
+        0,
+        "trained tokens of a micro-batch of examples that a loop of your own gives, on CUDA; 0: as the first batch "
+        "needs, rounded up to a power of two",
+        resume="free",
+        min=0,
+    )
     eval_every: int = opt(
         0, "evaluate every N steps, besides before the first and after each epoch; 0: off", resume="stored", min=0
     )

@@ -74,6 +74,8 @@ class Settings(TypedDict, total=False):
     max_steps: int
     tokens_per_step: int | Literal["auto"]
     tokens_per_micro_batch: int
+    documents_per_micro_batch: int
+    rows_per_micro_batch: int
     eval_every: int
     save_every: int
     save_minutes: float

@@ -92,6 +92,9 @@ class Pipeline(ABC):
         """Promise that documents of later micro-batches have at most `longest` tokens, and those of batches ahead of a
         step at most `ahead`."""
 
+    def free_graphs(self) -> None:  # noqa: B027 (only captured steps have graphs)
+        """Free the captured steps and their memory; the next call of each captures it again."""
+
     @abstractmethod
     def stage(self, batch: PackedBatch) -> Any:
         """Send a batch to the device; `micro` takes the result."""
@@ -311,10 +314,20 @@ class DevicePipeline(Pipeline):
         work = self.work
         if work.longest is None or work.longest < longest:
             work.longest = longest
-            self.inputs.clear()
+            self.free_graphs()
         if work.longest_ahead is None or work.longest_ahead < ahead:
             work.longest_ahead = ahead
             self.ahead_inputs.clear()
+
+    def free_graphs(self) -> None:
+        """Free the captured steps and their memory; the next call of each captures it again. The update is one of
+        them: torch frees the memory of a pool only once no graph of the pool is left."""
+        if self.inputs:
+            torch.cuda.synchronize(self.device)
+            self.inputs.clear()
+            self.ahead_inputs.clear()
+            self.pool = torch.cuda.graph_pool_handle() if self.graph else None
+            self.update_step = Captured(self.work.update_step, enabled=self.graph, pool=self.pool)
 
     def _micro(self, staged: TransferSlot, micro_batch_id: int) -> None:
         if self.work.dropout:
