@@ -52,16 +52,18 @@ class Counting(HostPipeline):
 
     def __init__(self, step):
         super().__init__(step)
-        self.shapes, self.captured, self.padded = set(), 0, 0
+        self.shapes, self.captured, self.ahead_shapes = set(), 0, []
 
     def stage(self, batch):
         shape = BatchShape.of(batch)
         self.captured += shape not in self.shapes
         self.shapes.add(shape)
+        self.ahead_shapes += map(BatchShape.of, batch.ahead or ())
         assert self.work.longest is None or max(batch.lengths) <= self.work.longest
         return super().stage(batch)
 
-    def bound_documents(self, longest):
+    def bound_documents(self, longest, ahead=0):
+        self.work.longest_ahead = max(self.work.longest_ahead or 0, ahead)
         if self.work.longest is None or self.work.longest < longest:
             self.work.longest = longest
             self.free_graphs()
@@ -187,6 +189,20 @@ def test_a_larger_shape_frees_the_graph(fixed):
     for mask in ([1] * 60 + [0] * 40, [1] * 100):
         session.forward_backward([{"tokens": [7] * 100, "mask": mask}])
     assert session.parts.pipeline.captured == 2 and len(session.parts.pipeline.shapes) == 1
+
+
+def test_kto_in_fixed_shapes(fixed, opened):
+    """Its examples ahead of a step have a shape of their own, which grows with the longest."""
+    rated = [[one | {"label": i % 2} for i, one in enumerate(answers(s, *n))] for s, n in enumerate(LENGTHS)]
+    session, plain = fixed(loss="kto"), opened(loss="kto", **SETTINGS)
+    for data in rated:
+        alike(stepped(session, data), stepped(plain, data))
+    shapes = session.parts.pipeline.ahead_shapes
+    assert session.parts.pipeline.captured <= 2 and len(shapes) >= 4 and len(set(shapes[:3])) == 1
+    assert len(set(shapes)) <= 2
+
+
+LENGTHS = (40, 30, 20), (9, 20, 4, 17, 22), (5, 11), (60, 90, 3)
 
 
 def test_groups_stay_together(fixed):

@@ -349,7 +349,7 @@ def pack_bins(
 def pack_ahead(
     examples: Sequence[Example], layout: BatchLayout, capacity: int, share: Share, shape: Capacities | None = None
 ) -> tuple[PackedBatch, ...]:
-    """This rank's batches of what the layout's `ahead` makes of all examples of a step, of exact shapes or of this one."""
+    """This rank's batches of what the layout's `ahead` makes of all examples of a step, in exact shapes or in this."""
     ahead = layout.ahead
     assert ahead is not None
     made, own = ahead.make(examples), BatchLayout(fields=ahead.fields)
