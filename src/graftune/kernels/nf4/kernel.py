@@ -32,9 +32,8 @@ def _scale(
     if DOUBLE:
         code = tl.load(absmax + block, inside, other=0).to(tl.int32)
         group = tl.load(nested_absmax + (block >> 8), inside, other=0.0)
-        return tl.load(nested_map + code) * group + (
-            tl.load(offset, inside, other=0.0) if PART_BLOCKS else tl.load(offset)
-        )
+        least = tl.load(offset + block // PART_BLOCKS, inside, other=0.0) if PART_BLOCKS else tl.load(offset)
+        return tl.load(nested_map + code) * group + least
     else:
         return tl.load(absmax + block, inside, other=0.0)
 
