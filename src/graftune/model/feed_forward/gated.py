@@ -93,8 +93,8 @@ class GatedMlp(FeedForward[GatedSaved]):
         if self.out_gate is None:
             return None
         weight = self.out_gate if entry.weight is None else self.out_gate * entry.weight
-        logits = (entry.x @ weight.to(entry.x.dtype)).float()
-        return torch.sigmoid(logits if entry.weight is None else logits * entry.rstd).unsqueeze(1)
+        logits = (entry.x @ weight.to(entry.x.dtype).unsqueeze(1)).float()
+        return torch.sigmoid(logits if entry.weight is None else logits * entry.rstd.unsqueeze(1))
 
     def drop_recomputable(self, saved: GatedSaved) -> GatedSaved:
         return saved._replace(gate_up=saved.gate_up.new_empty(0))
