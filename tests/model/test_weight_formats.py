@@ -39,7 +39,7 @@ class ToyRows:
     def nbytes(self) -> int:
         return self.codes.nbytes
 
-    def unpack(self, out: torch.Tensor, start: int = 0) -> None:
+    def unpack(self, out: torch.Tensor, start: int = 0, used: torch.Tensor | None = None) -> None:
         out.copy_(self.read(start, start + len(out)))
 
     def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
