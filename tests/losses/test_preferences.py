@@ -81,7 +81,9 @@ def test_losses_are_trls(name: str, family: str, capacity: int, fixed: bool, mod
 
 
 @pytest.mark.parametrize("name", ["dpo, sft", "kto"])
-def test_a_step_is_the_same_twice_and_an_evaluation_agrees(name: str, model: Model) -> None:
+def test_a_step_is_the_same_twice_and_an_evaluation_agrees(
+    name: str, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To the bit; and an evaluation in small batches has the loss and figures of a step over the same data."""
     ours, loss, data = model("qwen3"), loss_of(name), preferred.data_of(name)
     first, second = (stepped(ours, loss, data, 45, True) for _ in range(2))
@@ -90,6 +92,12 @@ def test_a_step_is_the_same_twice_and_an_evaluation_agrees(name: str, model: Mod
     found = evaluate(ours.decoder, data, capacity=40, loss=loss)
     assert found.loss == pytest.approx(first["loss"], rel=1e-5) and found.perplexity is None
     assert found.figures == pytest.approx(first["figures"], rel=1e-4, abs=1e-6)
+    # As on a GPU, all batches of one shape.
+    begin = ours.decoder.begin_batch
+    monkeypatch.setattr(ours.decoder, "begin_batch", lambda batch, _, *more, **how: begin(batch, "cpu", *more, **how))
+    fixed = evaluate(ours.decoder, data, capacity=40, loss=loss, backend="one shape")
+    assert fixed.loss == pytest.approx(found.loss, rel=1e-5)
+    assert fixed.figures == pytest.approx(found.figures, rel=1e-4, abs=1e-6)
 
 
 def test_kl_lasts_for_one_step(model: Model) -> None:

@@ -14,11 +14,13 @@ import pytest
 import torch
 
 from graftune.batch import Example
+from graftune.data.dataset import Dataset
+from graftune.data.encoded import Examples
 from graftune.data.pack import Capacities
 from graftune.errors import GraftuneError
 from graftune.kernels import attention, nf4
 from graftune.kernels.attention import timing
-from graftune.losses import Anchored
+from graftune.losses import Anchored, preference
 from graftune.losses.interface import WEIGHTED
 from graftune.losses.kto import Kto
 from graftune.losses.policy import Ppo
@@ -101,7 +103,7 @@ CASES = {
     "qk norm, bias, tied": setup(spec=biased(tied=True)),
     "options of attention": setup(spec=specs.with_options(spec()), lora=LoraConfig(rank=4, train_norms=True)),
     "ppo, per answer, with KL": setup(loss=Ppo(kl=0.1, ratios="sequence"), layout=Ppo(ratios="sequence").fields_of(())),
-    "kto": setup(loss=Kto(), layout=Kto().fields_of(())),
+    "kto": setup(loss=Kto(), layout=Kto().fields_of(()), ahead=Capacities(96, 5, 33, 80)),
     "pairs, the start kept": setup(loss=Dpo("start"), layout=Dpo().layout(PAIRED)),
     "fp8": setup(kind="fp8"),
     "one long document": setup(shape=Capacities(128, 1, 128, 128)),
@@ -141,6 +143,20 @@ def test_answers_are_planned(device: str) -> None:
         assert rehearse(of(recompute="full", evaluates=False, asked=(88,), new_tokens=8)).eager > held
     mixed = rehearse(of(recompute="full", asked=(*(4,) * 12, 88), new_tokens=8, cache_capacity=150))
     assert mixed.phases["answer"] == few.phases["answer"], "short prompts with the larger cache, a long one to read"
+
+
+def test_passes_of_a_reference_are_planned() -> None:
+    """Stored ones have a phase of their own; the graph of KTO's sums ahead of a step lies in the pool of the step's."""
+    loss, pairs = preference.Dpo(), Dataset.of(PAIRED, kind=preference.PAIRS).examples
+    held = Examples(pairs.store.with_reference("base", per_token=False))
+    each, stored = (rehearse(gpu(loss=loss, layout=loss.layout(examples))) for examples in (pairs, held))
+    assert "reference" not in each.phases and sum(stored.phases["reference"].values()) > sum(
+        stored.phases["load"].values()
+    )
+    shapes = None, Capacities(96, 5, 33, 80), Capacities(4096, 9, 33, 1024)
+    without, small, large = (rehearse(gpu(loss=Kto(), layout=Kto().fields_of(()), ahead=shape)) for shape in shapes)
+    assert without.captured <= small.captured < large.captured
+    assert not any(found.without_rule for found in (each, stored, small, large))
 
 
 @pytest.mark.parametrize("of", [setup, gpu])

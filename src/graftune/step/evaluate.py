@@ -21,6 +21,7 @@ from graftune.batch import PLAIN, BatchLayout, Example, PackedBatch
 from graftune.data.encoded import lengths_of, responses_of, take
 from graftune.data.pack import (
     Capacities,
+    ahead_capacities,
     bins_in_order,
     capacities,
     divided,
@@ -75,9 +76,12 @@ def evaluate(
     ahead = None
     if layout.ahead is not None:
         ahead = torch.zeros(loss.ahead, device=decoder.device)
-        for one in pack_ahead(examples, layout, capacity, share):  # all the data is one step
+        shape = None
+        if backend != "cpu" and len(examples):
+            shape = ahead_capacities(shape_of(examples, capacity, layout), layout.ahead.longest(examples))
+        for one in pack_ahead(examples, layout, capacity, share, shape):  # all the data is one step
             batch = one.to(decoder.device)
-            ctx = decoder.begin_batch(batch, backend, adapted=adapted)
+            ctx = decoder.begin_batch(batch, backend, shape.longest if shape else None, adapted=adapted)
             ahead += sums_ahead(loss, decoder, batch, ctx, start)
         ranks = [sums for part in gather([ahead.tolist()]) for sums in part]
         ahead = torch.tensor(ranks, dtype=torch.float64).sum(0).to(ahead)
