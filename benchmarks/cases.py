@@ -1,4 +1,4 @@
-"""What is timed: named cases in a small grammar, and the random base of each.
+"""What is timed: named cases in a small grammar, and the documents of each.
 
     SHAPE[-OPTION...]-ROWSxLENGTH[xMICRO][-POLICY]
     8b-4x2048    1.5b-nf4-qv-4x512    350m-full-4x512x4    1b-r64-4x2048    8b-nf4-4x2048-full    1b-q4_k-4x512
@@ -17,29 +17,22 @@ reference model runs in every step; stored: its log-probabilities were computed 
 from a lognormal distribution with the median 350 and are at most LENGTH; the prompt is half of the shorter document.
 Every second half of the batches has the answers of the first half exchanged, so that the loss stays near log 2 and its
 gradient does not vanish, however many steps are timed.
-
-Weights are random and made on the device when they are read, so that a 70B becomes NF4 a few rows at a time. Blocks of
-a GGUF are random codes under scales that give the same deviation as the floats (0.02).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
 from graftune.batch import Example
-from graftune.kernels.gguf_dequant import KINDS, reference, row_bytes
 from graftune.model.families import from_config
 from graftune.settings.config import Config
-from graftune.weights.base import Base
-from graftune.weights.synthetic import STD, random_base
 
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
@@ -418,88 +411,3 @@ def _tokens_case(shape: str, tokens: int) -> str:
     micro = 2 if (shape, tokens) == ("8b", 65536) else 1
     rows = max(1, tokens // micro // 2048)
     return f"{shape}-{rows}x{tokens // micro // rows}" + (f"x{micro}" if micro > 1 else "")
-
-
-# Random bases
-
-# Bytes of a block where its fp16 scales begin, and what each is of the first for values of mean zero.
-SCALES: dict[str, tuple[tuple[int, float], ...]] = {
-    "Q4_0": ((0, 1.0),),
-    "Q4_1": ((0, 1.0), (2, -7.5)),
-    "Q5_0": ((0, 1.0),),
-    "Q5_1": ((0, 1.0), (2, -15.5)),
-    "Q8_0": ((0, 1.0),),
-    "Q2_K": ((80, 1.0), (82, 1.5)),
-    "Q3_K": ((108, 1.0),),
-    "Q4_K": ((0, 1.0), (2, 7.5)),
-    "Q5_K": ((0, 1.0), (2, 15.5)),
-    "Q6_K": ((208, 1.0),),
-    "IQ4_NL": ((0, 1.0),),
-    "IQ4_XS": ((0, 1.0),),
-}
-
-
-def base_of(case: Case, device: torch.device) -> Base:
-    base = random_base(from_config(case.shape.settings, case.name), device)
-    if case.base not in BLOCKS:
-        return base
-    blocks = {
-        name: RandomBlocks(case.base.upper(), source.shape, device) if len(source.shape) == 2 else source
-        for name, source in base.tensors.items()
-    }
-    return dataclasses.replace(base, kind="gguf", tensors=cast(Any, blocks))
-
-
-@dataclass(frozen=True)
-class RandomBlocks:
-    """Rows of GGUF blocks, drawn when read: every reading gives other values."""
-
-    dtype_name: str
-    shape: tuple[int, ...]
-    device: torch.device
-
-    @property
-    def nbytes(self) -> int:
-        return self.shape[0] * row_bytes(self.dtype_name, self.shape[1])
-
-    def raw(self, start: int, stop: int) -> torch.Tensor:
-        return codes(self.dtype_name, stop - start, self.shape[1], self.device)
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        return values(self.raw(start, stop).cpu(), self.dtype_name)
-
-    def gather(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.read(0, len(ids))
-
-    def values(self) -> torch.Tensor:
-        return self.read(0, self.shape[0])
-
-
-def codes(kind: str, rows: int, width: int, device: torch.device) -> torch.Tensor:
-    """[rows, bytes of a row], random except for the scales."""
-    size = KINDS[kind].bytes
-    raw = torch.randint(256, (rows, row_bytes(kind, width) // size, size), dtype=torch.uint8, device=device)
-    _scale(raw, kind, STD / _deviation(kind))
-    return raw.view(rows, -1)
-
-
-def values(raw: torch.Tensor, kind: str) -> torch.Tensor:
-    block = KINDS[kind]
-    out = torch.empty(len(raw), raw.shape[1] // block.bytes * block.values)
-    reference.dequantise(raw, kind, out)
-    return out
-
-
-def _scale(raw: torch.Tensor, kind: str, by: float) -> None:
-    for at, share in SCALES[kind]:
-        scale = torch.tensor([by * share], dtype=torch.float16).view(torch.uint8)
-        raw[:, :, at : at + 2] = scale.to(raw.device)
-
-
-@functools.cache
-def _deviation(kind: str) -> float:
-    """Of values under scales of one."""
-    drawn = torch.Generator().manual_seed(0)
-    raw = torch.randint(256, (64, 16, KINDS[kind].bytes), generator=drawn, dtype=torch.uint8)
-    _scale(raw, kind, 1.0)
-    return float(values(raw.view(64, -1), kind).std())

@@ -26,7 +26,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.cases import LARGE, Case, base_of, documents, parse
+from benchmarks.cases import LARGE, Case, documents, parse
+from benchmarks.random_bases import base_of
 from benchmarks.step import opened
 
 from benchmarks import measure

@@ -103,7 +103,7 @@ class Model:
 
     @property
     def block_bytes(self) -> float:
-        values = sum(math.prod(size) for _, size in work_of(self.case()).layers[0].products)
+        values = sum(size.values for _, size in work_of(self.case()).layers[0].products)
         return values * (VALUE_BYTES if self.base == "nf4" else 2)
 
     @property

@@ -41,6 +41,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cases import BATCHES, Case
+from benchmarks.random_bases import base_of
 
 from benchmarks import cases, measure
 
@@ -62,7 +63,7 @@ def opened(case: Case, device: torch.device, *, ranked: bool = False, **more: An
 
     set_up(device)
     torch.manual_seed(0)
-    config, base, placement = case.config(device, **more), cases.base_of(case, device), None
+    config, base, placement = case.config(device, **more), base_of(case, device), None
     world = alone() if ranked or case.where == "shard" else None
     if world is not None:
         world.attach(device)
@@ -363,7 +364,8 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
 def main(words: list[str] | None = None) -> int:
     options = arguments(words)
     if options.worker:
-        faulthandler.dump_traceback_later(max(1.0, options.limit - 5))  # says where it was, if it is stopped
+        spent = time.time() - float(os.environ.get(measure.STARTED, 0) or time.time())
+        faulthandler.dump_traceback_later(max(1.0, options.limit - spent - 5))  # says where it was, if it is stopped
         measure.write(Path(options.out), work(options.worker, options.cases[0], options))
         return 0
     failed, run = False, measure.facts(options.commit) | {"run": time.strftime("%Y%m%d-%H%M%S", time.gmtime())}

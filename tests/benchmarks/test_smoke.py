@@ -11,7 +11,7 @@ import pytest
 import torch
 from benchmarks.floor import flops, work_of
 
-from benchmarks import cases, cpu, curves, data, kernels, measure, plan, start, step
+from benchmarks import cases, cpu, curves, data, kernels, measure, plan, random_bases, start, step
 from graftune.step import floor
 from tests.training.runs import write_data
 
@@ -219,7 +219,7 @@ def test_without_a_gradient_there_is_no_time(losses, norms, moved, reason) -> No
 
 def test_random_blocks_have_the_deviation_of_random_floats() -> None:
     for kind in cases.BLOCKS:
-        made = cases.values(cases.codes(kind.upper(), 64, 2048, CPU), kind.upper())
+        made = random_bases.values(random_bases.codes(kind.upper(), 64, 2048, CPU), kind.upper())
         assert made.std() == pytest.approx(0.02, rel=0.1) and abs(made.mean()) < 0.004, kind
 
 
