@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from benchmarks.cases import SCALES
+from benchmarks.random_bases import SCALES
 
 from graftune.kernels import nf4
 from graftune.kernels.gguf_dequant import KINDS, reference, row_bytes

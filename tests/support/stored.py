@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from benchmarks.cases import SCALES
+from benchmarks.random_bases import SCALES
 
 from graftune.batch import Example
 from graftune.data.loader import Loader
