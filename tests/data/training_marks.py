@@ -7,6 +7,7 @@ the marks, changed by the policies that apply, are the tokens that we train.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -90,15 +91,24 @@ def conversations() -> Iterator[tuple[str, list[Message], list[Any] | None]]:
     ], [TOOL]  # fmt: skip
 
 
-def encoder_of(source: str, variables: dict[str, Any]) -> RowEncoder:
-    """With the default settings of a run."""
+def encoder_of(source: str, variables: dict[str, Any], stops: tuple[str, ...] = ()) -> RowEncoder:
+    """With the default settings of a run. `stops`: the model's end tokens, where the template names none of its own."""
     names = tuple(sorted(set(CONTROL.findall(source))))
-    return RowEncoder(opened(source, names), DataConfig(max_seq_len=1 << 16, template_vars=variables), "data")
+    made = opened(source, names)
+    if stops:
+        made = dataclasses.replace(made, stop_ids=tuple(made.backend.token_to_id(stop) for stop in stops))
+    return RowEncoder(made, DataConfig(max_seq_len=1 << 16, template_vars=variables), "data")
 
 
 def compare(
-    encoder: RowEncoder, training: str, messages: list[Message], tools: Any, variables: dict[str, Any]
+    encoder: RowEncoder,
+    training: str,
+    messages: list[Message],
+    tools: Any,
+    variables: dict[str, Any],
+    tags: tuple[str, str] = (OPEN, CLOSE),
 ) -> Compared:
+    """`tags`: what the template writes around reasoning."""
     assert encoder.tokenizer.template is not None
     source, policies = encoder.tokenizer.template.source, set[str]()
     found = encode(encoder, messages, tools)
@@ -113,7 +123,7 @@ def compare(
         if (last := marks(training, messages[: i + 1], tools, variables)[-1]) != mark:
             mark = last
             policies.add(LAST)
-        block, wanted, used = explained(mark, prompt)
+        block, wanted, used = explained(mark, prompt, tags)
         policies |= used
         if run.before != prompt + block or run.text != wanted:
             return Compared(len(marked), policies, f"{prompt[-80:]!r}\n  {run!r}\n  not {wanted!r} of {mark!r}")
@@ -122,6 +132,8 @@ def compare(
 
 def as_read(source: str, messages: list[Message]) -> list[Message]:
     """The messages with the field of reasoning that the template reads, and without null contents where it cannot."""
+    if "visible_text(m.content)" in source:  # writes None for a null content
+        return [message | {"content": message["content"] or ""} for message in messages]
     if '"thinking" in message' not in source:
         return messages
     found = [{"thinking" if key == "reasoning_content" else key: value for key, value in m.items()} for m in messages]
@@ -139,22 +151,23 @@ def marks(training: str, messages: list[Message], tools: Any, variables: dict[st
     return [texts[0][start:end] for start, end in places[0]]
 
 
-def explained(mark: str, prompt: str) -> tuple[str, str, set[str]]:
+def explained(mark: str, prompt: str, tags: tuple[str, str] = (OPEN, CLOSE)) -> tuple[str, str, set[str]]:
     """What our policies make of a mark after a prompt: an empty block that is not trained, what is trained, and which
     policies changed the mark."""
-    wanted, used, untrained = mark.rstrip("\n"), set[str](), ""
+    (open, close), wanted, used, untrained = tags, mark.rstrip("\n"), set[str](), ""
     if wanted != mark:
         used.add(END)
-    if prompt.endswith(OPEN + CLOSE) and wanted.startswith(OPEN):
-        reasoning, wanted = wanted.removeprefix(OPEN).split(CLOSE.lstrip("\n"), 1)
+    if prompt.endswith(open + close) and wanted.startswith(open):
+        reasoning, wanted = wanted.removeprefix(open).split(close.lstrip("\n"), 1)
         used.add(CLOSED if reasoning.strip() else PROMPT)
     given = next((n for n in range(min(len(wanted), len(prompt)), 0, -1) if prompt.endswith(wanted[:n])), 0)
     if given:
         wanted = wanted[given:]
         used.add(PROMPT)
-    for block in (OPEN + CLOSE, CLOSE):
+    for block in (open + close, close):
         if wanted.startswith(block):
-            untrained, wanted = block, wanted.removeprefix(block)
+            answer = wanted.removeprefix(block).lstrip("\n")
+            untrained, wanted = wanted.removesuffix(answer), answer
             used.add(EMPTY)
     return untrained, wanted, used
 

@@ -171,8 +171,9 @@ class ChatTurns:
                 notes += [note] if note else []
         if blank:
             raise Refusal("refused by the chat template", "it renders nothing for an assistant turn")
-        if form.append and not answer.endswith(form.append):
-            answer += form.append
+        append = (form.call_append if messages[-1].get("tool_calls") else "") or form.append
+        if form.append and not answer.endswith(append):
+            answer += append
         skipped = 0
         if self.train_reasoning != "all":
             skipped, empty = form.reasoning.block(answer, opened=form.reasoning.opened_by(prompt))

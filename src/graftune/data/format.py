@@ -157,6 +157,7 @@ class ChatFormat:
     end: str  # the part of it that is trained, e.g. "<|im_end|>"
     end_id: int | None  # the token `end` closes with; None where it is ordinary text
     append: str = ""  # EOS text to put after a turn that has no end of its own
+    call_append: str = ""  # the same for a turn of tool calls; empty: like `append`
     takes_system: bool = True
     notes: tuple[str, ...] = ()
     call_suffix: str = ""  # the same for a turn of tool calls, from its end token on; empty: like `suffix`

@@ -36,6 +36,7 @@ from graftune.tokenizer import Tokenizer
 # The probes differ in their first and in their last character, so that what two renderings share stops at the content.
 ANSWERS = ("Axq zero one", "Byk zero two")
 _ASK, _SYSTEM, _WHY, _VALUES = "Zq ask", "Zq system", "Jq because", ("Mq first", "Nk second!")
+_RESULT = "Zq result"
 _TOOL = {
     "type": "function",
     "function": {
@@ -262,6 +263,10 @@ def _calls(rendered: Render, head: list[Message], tokenizer: Tokenizer, question
         # What stands before the end token closes the call itself, and depends on its arguments.
         token = special_tokens(tokenizer).get(end_id, end)
         found |= {"call_suffix": suffix[suffix.index(token) :], "call_end": token}
+    else:  # the role that follows ends a call, as GLM's <|observation|> does
+        between = (longer or "").rpartition(_VALUES[0])[2].partition(_RESULT)[0]
+        ids = tokenizer.encode(between) if between else []
+        found["call_append"] = next((special_tokens(tokenizer).get(i, "") for i in ids if i in tokenizer.stop_ids), "")
     return found
 
 
@@ -285,7 +290,7 @@ def _call_rendered(
     ]
     if answered:
         turns += [
-            {"role": "tool", "content": "Zq result", "tool_call_id": "zqcall001", "name": "zq_tool"},
+            {"role": "tool", "content": _RESULT, "tool_call_id": "zqcall001", "name": "zq_tool"},
             {"role": "assistant", "content": ANSWERS[0]},
         ]
     for tools in ([_TOOL], None):
