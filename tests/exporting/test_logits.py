@@ -98,7 +98,7 @@ def test_every_way_out_and_in_again(variant: str, tuned: Any, tmp_path: Path, mo
     # In seven layers, values on the border between two entries of ggml's table come out on either side of it.
     # llama.cpp divides a delta net's q and k by their length, or by the model's epsilon if that is larger; transformers
     # by the root of the squared length plus 1e-6.
-    loose = {"gemma3": 0.02, "qwen3_5": 0.002}.get(variant.partition("-")[0], EXACT)
+    loose = {"gemma3": 0.02, "gemma4": 0.01, "qwen3_5": 0.002}.get(variant.partition("-")[0], EXACT)
     assert all(value < (loose if name.startswith("llama.cpp") else EXACT) for name, value in gaps.items()), gaps
 
 

@@ -129,6 +129,9 @@ class LayerTable:
         tokens = self.tokens if rows is None else self.tokens[rows]
         self.grad[:, layer].index_add_(0, tokens, grad)
 
+    def backward(self) -> None:
+        """The table does not read the embeddings."""
+
 
 def norm(name: str) -> NormSpec:
     return NormSpec(name, WIDTH, EPS)

@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from graftune.api import export
 from graftune.errors import GraftuneError
 from graftune.model.families import from_config
 from graftune.settings.config import LoraConfig
+from graftune.weights.base import open_base, with_new_tokens
 from tests.parity.test_transformers import documents, examples
 from tests.support import oracle, tiny
 
-VARIANTS = ["gemma4", "gemma4_unified"]
+VARIANTS = ["gemma4", "gemma4-dense", "gemma4_unified"]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -65,3 +68,25 @@ def test_both_spellings_of_layers_without_a_window() -> None:
         (8, 2, 6),
         (16, 1, 0),
     ] * 2
+
+
+def test_keys_that_no_layer_reads_are_carried(tmp_path: Path) -> None:
+    """Checkpoints have keys and values of layers that use those of another: exports carry them, and loading does not
+    need them."""
+    folder = tiny.make_folder("gemma4", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    extra = {f"model.layers.3.self_attn.{name}.weight": torch.randn(32, 48) for name in ("k_proj", "v_proj")}
+    extra["model.layers.3.self_attn.k_norm.weight"] = torch.randn(16)
+    assert not set(extra) & set(tensors)
+    save_file(tensors | extra, folder / "model.safetensors", {"format": "pt"})
+    base = open_base(str(folder))
+    assert set(base.carried) == set(extra) and not any(name.startswith("layers.3.self_attn.k") for name in base.tensors)
+    merged = export(str(folder), "merged", out=str(tmp_path / "merged")).path
+    stored = load_file(merged / "model.safetensors")
+    assert all(torch.equal(stored[name], value) for name, value in extra.items())
+
+
+def test_tokens_cannot_be_added_beside_per_layer_embeddings(tmp_path: Path) -> None:
+    base = open_base(str(tiny.make_folder("gemma4", tmp_path / "model")))
+    with pytest.raises(GraftuneError, match="has an embedding of every token in each layer"):
+        with_new_tokens(base, ["<new>"])

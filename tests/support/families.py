@@ -21,7 +21,7 @@ from tests.support import specs, tiny
 DIFFERENT = (
     "gemma2", "gemma3", "phi3", "phi3-long", "granite", "smollm3", "olmo2", "lfm2", "olmo3", "exaone4-window",
     "granite_swa", "hunyuan_v1_dense", "granitemoehybrid", "glm4", "qwen3_5", "muse_glimmer", "ministral3", "lfm3",
-    "gemma4_unified",
+    "gemma4_unified", "gemma4",
 )  # fmt: skip
 
 

@@ -55,7 +55,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3": ("Gemma3TextConfig", GEMMA | {"num_hidden_layers": 7}),  # llama.cpp: every sixth without a window
     "gemma2": ("Gemma2Config", GEMMA | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0}),
-    "gemma4": ("Gemma4TextConfig", GEMMA4 | {"hidden_size_per_layer_input": 0}),
+    "gemma4": (  # the small ones: two layers use the keys of the two before them
+        "Gemma4TextConfig",
+        GEMMA4
+        | {
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": VOCAB,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+        },
+    ),
     "gemma4_unified": (
         "Gemma4UnifiedTextConfig",
         GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 3.0},
@@ -281,6 +290,7 @@ VARIANTS = (
     "olmo3-yarn",
     "exaone4-window",
     "glm4-unbiased",
+    "gemma4-dense",
 )
 LONG = {
     "rope_type": "longrope",
@@ -313,6 +323,7 @@ VARIANT_OPTIONS: dict[str, dict[str, Any]] = {
     "phi3-window": {"sliding_window": 5},
     "granite-yarn": {"num_key_value_heads": 6},
     "glm4-unbiased": {"attention_bias": False},
+    "gemma4-dense": {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "attention_k_eq_v": True},
     "exaone4-window": {"num_hidden_layers": 5, "sliding_window": 6, "layer_types": None},
     # llama.cpp has windows in models of 64 layers only
     "exaone4-deep": {"num_hidden_layers": 64, "sliding_window": 6, "layer_types": None},

@@ -113,7 +113,7 @@ def _check_whole(changes: Mapping[str, LowRankChange], spec: ModelSpec, adapter:
             part, name = spec.part_of(stem)
             if part is not None and part.expert_counts[0]:
                 last = f"experts.{part.expert_counts[0] - 1}"
-                weight = f"layers.{layer}.{part.module}.{name.replace('experts', last, 1)}.weight"
+                weight = f"layers.{layer}.{part.named(name.replace('experts', last, 1))}.weight"
             else:
                 weight = f"{stem}.weight"
             if weight not in changes:

@@ -26,6 +26,10 @@ class LayerInputs(Protocol):
         """Add the gradient of `of(layer)`, of all rows [T, P] or of the given ones [R, P]. Frozen inputs ignore it."""
         ...
 
+    def backward(self) -> torch.Tensor | None:
+        """Behind the backward of all layers: the gradient of the tokens' embeddings [T, D], if there is one."""
+        ...
+
 
 class LayerCache(Protocol):
     """What generation keeps of one layer's past; the layer's mixer makes it, fills it and reads it."""

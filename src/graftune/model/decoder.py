@@ -129,7 +129,9 @@ class Decoder:
         ctx.join()
         if embedding_trains and stream.grad is not None:
             spans.operation("embedding")
-            self._embed_backward(tokens, stream.grad[:, : self.spec.width], ctx)
+            grad = stream.grad[:, : self.spec.width]
+            more = None if ctx.layer_inputs is None else ctx.layer_inputs.backward()
+            self._embed_backward(tokens, grad if more is None else grad + more, ctx)
         self.bundles.restore_first_blocks()
 
     def hidden(self, tokens: torch.Tensor, ctx: PassContext, rows: torch.Tensor | None = None) -> torch.Tensor:

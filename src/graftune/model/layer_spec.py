@@ -102,7 +102,7 @@ class LayerSpec:
     def norm_widths(self) -> dict[str, int]:
         """Every norm, by its name behind `layers.N.`."""
         found = {norm.name: norm.width for norm in self.norms}
-        return found | {f"{part.module}.{name}": width for part in self.parts for name, width in part.norms.items()}
+        return found | {part.named(name): width for part in self.parts for name, width in part.norms.items()}
 
     @property
     def parameters(self) -> int:

@@ -122,6 +122,8 @@ def _place_adapters(place: _Layout, spec: ModelSpec, config: LoraConfig) -> None
 def _place_everything(place: _Layout, spec: ModelSpec) -> None:
     """Places every weight by its name. Projections that share an input are adjacent: one product computes them."""
     place("embed_tokens.weight", (spec.vocab, spec.width), -1, True)
+    for name, shape in spec.layer_inputs.tensors.items() if spec.layer_inputs else ():
+        place(name, shape, -1, len(shape) > 1)
     weights = {index: layer.weights for index, layer in enumerate(spec.layers)}
     for layer, found in weights.items():
         for name, shape in found.items():
@@ -178,7 +180,7 @@ def lora_group(arena: Arena, part: PartSpec, group: str, config: LoraConfig, lay
     """The adapters of a group of projections as views into the arena; None if the group has no adapters."""
 
     def name(member: str, matrix: str) -> str:
-        return f"layers.{layer}.{part.module}.{member}.lora_{matrix}.weight"
+        return f"layers.{layer}.{part.path(member)}.lora_{matrix}.weight"
 
     members = part.groups[group]
     adapted = [member for member in members if name(member, "A") in arena.slots]

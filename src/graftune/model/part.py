@@ -72,7 +72,7 @@ class AttentionShape(NamedTuple):
 class PartSpec:
     """The tensors of a part. Names are Hugging Face's, behind `layers.N.` and the part's own module, `module`."""
 
-    module: str
+    module: str  # "": none
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
@@ -174,10 +174,10 @@ class PartSpec:
         """Every tensor of the base, norms apart, by its name behind `layers.N.`."""
         found: dict[str, tuple[int, ...]] = {}
         for name, shape in self.projections.items():
-            found[f"{self.module}.{name}.weight"] = shape
+            found[f"{self.path(name)}.weight"] = shape
             if name in self.biased:
-                found[f"{self.module}.{name}.bias"] = shape[:1]
-        return found | {f"{self.module}.{name}": shape for name, shape in self.tensors.items()}
+                found[f"{self.path(name)}.bias"] = shape[:1]
+        return found | {self.named(name): shape for name, shape in self.tensors.items()}
 
     @property
     def parameters(self) -> int:
@@ -190,9 +190,20 @@ class PartSpec:
         shapes = {name: [self.projections[member] for member in members] for name, members in self.groups.items()}
         return {name: (sum(out for out, _ in found), found[0][1]) for name, found in shapes.items()}
 
+    def named(self, name: str) -> str:
+        """A tensor of the part behind `layers.N.`."""
+        return f"{self.module}.{name}" if self.module else name
+
+    def own_name(self, name: str) -> str | None:
+        """The reverse, also of adapters; None: it is not in the part."""
+        if self.module:
+            return name.removeprefix(f"{self.module}.") if name.startswith(f"{self.module}.") else None
+        own = {each.partition(".")[0] for each in (*self.tensors, *map(self.path, self.projections))}
+        return name if name.partition(".")[0] in own else None
+
     def path(self, projection: str) -> str:
         """A projection behind `layers.N.`. Its name alone may occur in several parts of a layer."""
-        return f"{self.module}.{projection}"
+        return self.named(projection)
 
     def adapters(self, targets: Collection[str], rank: int, dropout: float) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Name, behind `layers.N.`, and shape of every A and B on the paths `targets`, in the arena's order: the A's of
@@ -200,9 +211,9 @@ class PartSpec:
         for members in self.groups.values():
             adapted = [member for member in members if self.path(member) in targets]
             for member in adapted:
-                yield f"{self.module}.{member}.lora_A.weight", (rank, self.projections[member][1])
+                yield f"{self.path(member)}.lora_A.weight", (rank, self.projections[member][1])
             for member in adapted:
-                yield f"{self.module}.{member}.lora_B.weight", (self.projections[member][0], rank)
+                yield f"{self.path(member)}.lora_B.weight", (self.projections[member][0], rank)
 
 
 class CacheBytes(NamedTuple):

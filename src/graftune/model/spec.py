@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from graftune.model.layer_inputs import LayerInputSpec
 from graftune.model.layer_spec import LayerSpec, NormSpec
 from graftune.model.part import AttentionShape, PartSpec
 from graftune.model.rotary import RopeSpec
@@ -43,6 +44,7 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     head: HeadSpec
     max_positions: int
+    layer_inputs: LayerInputSpec | None = None  # what layers read beside the stream; None: nothing
 
     @property
     def width(self) -> int:
@@ -94,7 +96,14 @@ class ModelSpec:
     @property
     def parameters(self) -> int:
         layers = sum(count * kind.parameters for kind, count in self.kinds.items())
-        return layers + self.vocab * self.width * (1 if self.tied else 2)
+        inputs = 0 if self.layer_inputs is None else self.layer_inputs.parameters
+        return layers + inputs + self.vocab * self.width * (1 if self.tied else 2)
+
+    @property
+    def table_values(self) -> int:
+        """Values of the tables that stay in the compute dtype where projections are quantised."""
+        inputs = 0 if self.layer_inputs is None else self.layer_inputs.table_values
+        return inputs + self.vocab * self.width * (1 if self.tied else 2)
 
     def wrong(self) -> str | None:
         """Names the first group of values that no model has: a damaged file may claim anything."""
@@ -116,17 +125,15 @@ class ModelSpec:
         number, _, rest = rest.partition(".")
         if first != "layers" or not number.isdecimal() or int(number) >= len(self.layers):
             return None, name
-        found = [part for part in self.layers[int(number)].parts if rest.startswith(f"{part.module}.")]
-        if not found:
-            return None, name
-        part = max(found, key=lambda part: len(part.module))  # one may be inside another's module
-        return part, rest.removeprefix(f"{part.module}.")
+        found = [(part, inner) for part in self.layers[int(number)].parts if (inner := part.own_name(rest)) is not None]
+        # One may be inside another's module.
+        return max(found, key=lambda each: len(each[0].module), default=(None, name))
 
     @cached_property
     def _norm_offsets(self) -> dict[str, float]:
         found = {self.head.norm.name: self.head.norm.offset}
         for index, layer in enumerate(self.layers):
-            inner = {f"{part.module}.{name}": part.norm_offset_of(name) for part in layer.parts for name in part.norms}
+            inner = {part.named(name): part.norm_offset_of(name) for part in layer.parts for name in part.norms}
             inner |= {norm.name: norm.offset for norm in layer.norms}
             found |= {f"layers.{index}.{name}": offset for name, offset in inner.items()}
         return found

@@ -34,7 +34,8 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba")
 # LFM's and Granite 4's.
 OTHER_PROJECTIONS = ("in_proj", "out_proj", "w1", "w3", "w2", "g_proj", "input_linear", "output_linear")
-TARGETS = (*PROJECTIONS, *FUSED, *OTHER_PROJECTIONS, *DELTA_PROJECTIONS)
+PER_LAYER_PROJECTIONS = ("per_layer_input_gate", "per_layer_projection")  # Gemma 4's
+TARGETS = (*PROJECTIONS, *FUSED, *OTHER_PROJECTIONS, *DELTA_PROJECTIONS, *PER_LAYER_PROJECTIONS)
 LENGTH, SHORTEST = 2048, 8  # tokens of an example: the longest unless set, and the least that may be set
 TARGET_SHORTHANDS = {
     "all_linear": PROJECTIONS,

@@ -21,6 +21,7 @@ from graftune.losses import reference_of
 from graftune.model.block import Block
 from graftune.model.context import Dropout, PassContext
 from graftune.model.layer_spec import BranchPart
+from graftune.model.part import PartSpec
 from graftune.model.spec import ModelSpec
 from graftune.step.step import Step
 
@@ -91,7 +92,7 @@ class _CheckingTape:
     def keep(self, block: Block, saved: list[Any]) -> None:
         """Check what each branch saved: the stream that it read, which the branch before it wrote."""
         index = block.index
-        written = [self.source_of(index), *(branch[0].part.module for branch in self._branches(index)[:-1])]
+        written = [self.source_of(index), *(_name(branch[0].part) for branch in self._branches(index)[:-1])]
         for number, (kept, name) in enumerate(zip(saved, written, strict=True)):
             selected = index == len(self.spec.layers) - 1 and number >= block.mixing
             self.check(kept.x, name if number == 0 else f"layers.{index}.{name}", self.batch.rows if selected else None)
@@ -101,7 +102,7 @@ class _CheckingTape:
 
     def source_of(self, index: int) -> str:
         """The name of the part that wrote the stream that block `index` reads."""
-        return f"layers.{index - 1}.{self._branches(index - 1)[-1][0].part.module}" if index else "the embedding"
+        return f"layers.{index - 1}.{_name(self._branches(index - 1)[-1][0].part)}" if index else "the embedding"
 
     def _branches(self, index: int) -> list[tuple[BranchPart, ...]]:
         return [branch.parts for branch in self.spec.layers[index].branches]
@@ -113,3 +114,7 @@ class _CheckingTape:
             tokens = bad if rows is None else rows[bad]
             documents = torch.searchsorted(self.batch.cu_seqlens.long(), tokens, right=True) - 1
             self.found.append(NotFinite(f"the output of {name}", documents.unique().tolist()))
+
+
+def _name(part: PartSpec) -> str:
+    return part.module or part.residual_outputs[-1]

@@ -119,7 +119,8 @@ def _ours(stored: str, modules: Mapping[str, Collection[str]], convolutions: obj
     if match and {"conv", "self_attn"} == set(found) and isinstance(convolutions, list):
         found = ["conv"] if int(match[1]) in convolutions else ["self_attn"]
     if match and len(found) == 1:
-        return f"layers.{match[1]}.{found[0]}.{last}.lora_{match[3].upper()}.weight"
+        place = f"{found[0]}.{last}" if found[0] else last
+        return f"layers.{match[1]}.{place}.lora_{match[3].upper()}.weight"
     if _BESIDE.fullmatch(stored):
         return stored
     raise GraftuneError(f"the adapter uses {stored}", where=str(path), fix="this cannot be loaded here")

@@ -94,6 +94,12 @@ class Base:
 def with_new_tokens(base: Base, new: Sequence[str]) -> Base:
     """The base with tokens added after its tokenizer's last one. Rows that only pad the table are dropped, so that the
     rows of the new tokens follow directly."""
+    if base.spec.layer_inputs is not None:
+        raise GraftuneError(
+            "has an embedding of every token in each layer, so that no tokens can be added",
+            where=base.name,
+            fix="leave new_tokens out",
+        )
     count = base.tokenizer.vocab_size
     tensors = dict(base.tensors)
     for name in ("embed_tokens.weight", "lm_head.weight"):
@@ -162,6 +168,8 @@ def tensor_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "embed_tokens.weight", (spec.vocab, spec.width)
     if not spec.tied:
         yield "lm_head.weight", (spec.vocab, spec.width)
+    if spec.layer_inputs is not None:
+        yield from spec.layer_inputs.tensors.items()
     for index, layer in enumerate(spec.layers):
         for name, shape in layer.weights.items():
             yield f"layers.{index}.{name}", shape
@@ -220,7 +228,9 @@ def _open_gguf(name: str, path: Path) -> Base:
     layers, carried = len(spec.layers), {}
     for gguf_name, tensor in file.tensors.items():
         block = re.match(r"blk\.(\d+)\.", gguf_name)
-        if block and layers <= int(block[1]) < layers + family.prediction_blocks(file.metadata):
+        ours = family.our_name(gguf_name) or gguf_name  # _check_tensors refuses it by name
+        predicts = block and layers <= int(block[1]) < layers + family.prediction_blocks(file.metadata)
+        if predicts or family.is_unused(ours, spec):
             carried[gguf_name] = CarriedTensor(tensor.shape, tensor.dtype_name, tensor.blocks.reshape(-1))
             continue
         split = experts.from_gguf(gguf_name, tensor, spec) if spec.experts else None
@@ -229,7 +239,6 @@ def _open_gguf(name: str, path: Path) -> Base:
             continue
         if family.is_gguf_only(gguf_name) or family.is_second_part(gguf_name):
             continue
-        ours = family.our_name(gguf_name) or gguf_name  # _check_tensors refuses it by name
         both = [file.tensors[stored] for stored in family.to_gguf(ours) if stored in file.tensors]
         source = rows_.Joined(tuple(both)) if len(both) > 1 else tensor
         tensors[ours] = rows_.from_file(source, "gguf", spec, ours)
@@ -240,12 +249,17 @@ def _open_folder(name: str, folder: Path) -> Base:
     described = _open_config(name, _config_in(folder))
     stored = safetensors_io.open_folder(folder)
     scheme = names.scheme_of(stored)
-    layers = len(described.spec.layers)
-    predicting = family_of(described.spec).prediction_layers(read_json(folder / "config.json", "download it again"))
+    family, layers = family_of(described.spec), len(described.spec.layers)
+    predicting = family.prediction_layers(read_json(folder / "config.json", "download it again"))
     further = tuple(f"{scheme.prefix}layers.{layers + number}." for number in range(predicting))
-    outside = {n: t for n, t in stored.items() if _is_outside(n, scheme, described.multimodal) or n.startswith(further)}
+
+    def is_outside(name: str) -> bool:
+        unused = name.startswith(further) or family.is_unused(names.from_hf(name), described.spec)
+        return unused or _is_outside(name, scheme, described.multimodal)
+
+    outside = {n: t for n, t in stored.items() if is_outside(n)}
     found = assembled({n: t for n, t in stored.items() if n not in outside}, folder)
-    ours = family_of(described.spec).from_folder
+    ours = family.from_folder
     tensors = {ours(names.from_hf(n)): t for n, t in found.items() if not n.endswith("rotary_emb.inv_freq")}
     tensors = {n: rows_.from_file(t, "folder", described.spec, n) for n, t in tensors.items()}
     if described.spec.experts:

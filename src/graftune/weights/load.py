@@ -26,6 +26,7 @@ from graftune.model.frozen.formats import FORMATS, checkpoint_format, stored_for
 from graftune.model.frozen.interface import CheckpointWeight
 from graftune.model.frozen.weight_format import WeightFormat
 from graftune.model.head import Head, NewRows
+from graftune.model.layer_inputs import NORM, PROJECTION, TABLE, LayerInputMaker, LayerInputSpec
 from graftune.model.layer_spec import NormSpec
 from graftune.model.lora import adapter_columns_of, expert_lora, lora_group, targets_of
 from graftune.model.part import Bias, NormWeight, PartSpec
@@ -122,6 +123,7 @@ class _Placer:
             device=self.device,
             compute=self.compute,
             added=embed_rows,
+            layer_inputs=None if spec.layer_inputs is None else self.layer_inputs(spec.layer_inputs),
             embedding_norm=None if spec.embedding.norm_eps is None else self.unit_norm(spec.width),
         )
         self.check_finite()
@@ -206,12 +208,20 @@ class _Placer:
             self.unchecked.append(weight)
         return weight, formats[0]
 
-    def table(self, name: str) -> Frozen:
+    def layer_inputs(self, spec: LayerInputSpec) -> LayerInputMaker:
+        """On the device, also where blocks are fetched."""
+        with self.bundle(None):
+            shapes = {name: (shape[0], shape[-1]) for name, shape in spec.tensors.items()}
+            table, projection = (self.table(f"{name}.weight", shapes[f"{name}.weight"]) for name in (TABLE, PROJECTION))
+            return LayerInputMaker(spec, table, projection, self.norm(f"{NORM}.weight", spec.inner))
+
+    def table(self, name: str, shape: tuple[int, int] | None = None) -> Frozen:
         """An embedding or head. Where projections are quantised here it is in the compute dtype, unless the checkpoint
         stores it quantised."""
+        shape = shape or (self.spec.vocab, self.spec.width)
         if name in self.arena.slots:
-            return self.trained([name], self.spec.width)
-        source = self.source(name, (self.spec.vocab, self.spec.width))
+            return self.trained([name], shape[1])
+        source = self.source(name, shape)
         form, as_stored = self.format_of(source), self.as_stored
         if self.asked is not None and self.asked.quantises:
             as_stored = isinstance(source, CheckpointWeight)
@@ -285,7 +295,7 @@ class _PartPlacer:
 
     def __init__(self, placer: _Placer, part: PartSpec, layer: int, first: int):
         self.placer, self.part, self.layer, self.first = placer, part, layer, first
-        self.stem = f"layers.{layer}.{part.module}"
+        self.stem = f"layers.{layer}"
 
     def projection(self, group: str) -> Projection:
         placer, members = self.placer, self.part.groups[group]
@@ -293,14 +303,14 @@ class _PartPlacer:
         adapted = targets_of(placer.spec, placer.lora) if adapter is not None and placer.on_gpu else ()
         paths = [self.part.path(member) for member in members]
         adapter_columns = adapter_columns_of(paths, adapted, placer.lora.rank)
-        names = [f"{self.stem}.{member}.weight" for member in members]
+        names = [f"{self.stem}.{path}.weight" for path in paths]
         shapes = [self.part.projections[member] for member in members]
         mask_id = self.layer * 8 + self.first + list(self.part.groups).index(group)
         weight, form = placer.projection(names, shapes, adapter_columns)
         return form.projection(weight, adapter, mask_id, group)
 
     def experts(self, group: str) -> ExpertProjection:
-        adapter = expert_lora(self.placer.arena, f"{self.stem}.experts.{group}", self.placer.lora)
+        adapter = expert_lora(self.placer.arena, f"{self.stem}.{self.part.named('experts')}.{group}", self.placer.lora)
         return ExpertProjection(self._expert_weights(group), adapter, group.removesuffix("_proj"))
 
     def _expert_weights(self, group: str) -> ExpertWeights:
@@ -322,10 +332,11 @@ class _PartPlacer:
 
     def bias(self, group: str) -> Bias:
         members = [member for member in self.part.groups[group] if member in self.part.biased]
-        return self.placer.bias({f"{self.stem}.{member}.bias": self.part.projections[member][0] for member in members})
+        paths = {member: f"{self.stem}.{self.part.named(member)}.bias" for member in members}
+        return self.placer.bias({path: self.part.projections[member][0] for member, path in paths.items()})
 
     def norm(self, name: str) -> NormWeight:
-        return self.placer.norm(f"{self.stem}.{name}.weight", self.part.norms[name])
+        return self.placer.norm(f"{self.stem}.{self.part.named(name)}.weight", self.part.norms[name])
 
     def unit_norm(self, width: int) -> NormWeight:
         return self.placer.unit_norm(width)
@@ -334,7 +345,7 @@ class _PartPlacer:
         return self.placer.spec.ropes.index(spec)
 
     def tensor(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        placer, stored = self.placer, f"{self.stem}.{name}"
+        placer, stored = self.placer, f"{self.stem}.{self.part.named(name)}"
         if stored in placer.arena.slots:
             placer.start(stored)
             return placer.arena.view(stored, placer.arena.weights), placer.arena.view(stored, placer.arena.grads)

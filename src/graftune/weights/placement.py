@@ -110,7 +110,7 @@ def held_bytes(base: Base, base_dtype: str, compute: torch.dtype) -> int:
     spec, form = base.spec, FORMATS.get(base_dtype)
     if form is None:
         return sum(tensor.nbytes for tensor in base.tensors.values())
-    tables = spec.vocab * spec.width * (1 if spec.tied else 2) if form.quantises else 0
+    tables = spec.table_values if form.quantises else 0
     return tables * compute.itemsize + int((spec.parameters - tables) * form.value_bytes)
 
 

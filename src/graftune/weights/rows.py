@@ -225,7 +225,7 @@ def from_file(source: RowSource, file: str, spec: ModelSpec, name: str) -> RowSo
     if file == "gguf" and shapes is not None and source.shape == shapes[1]:
         source = Reshaped(source, shapes[0])
     # A damaged file may claim heads whose order would not fit into memory.
-    fits = part[0] is not None and part[0].weights.get(f"{part[0].module}.{part[1]}") == tuple(source.shape)
+    fits = part[0] is not None and part[0].weights.get(part[0].named(part[1])) == tuple(source.shape)
     order = order_in(file, spec, name) if fits else None
     if file == "gguf" and part[0] is not None and part[1] in part[0].log_decays:
         source = Decay(source, inverse=True)

@@ -358,6 +358,10 @@ class Family:
     def is_gguf_only(self, name: str) -> bool:
         return name in rope.GGUF_TENSORS
 
+    def is_unused(self, name: str, spec: ModelSpec) -> bool:
+        """Whether files have a tensor, given by our name, that the model never reads: exports carry it."""
+        return False
+
     # Names of tensors
 
     @property

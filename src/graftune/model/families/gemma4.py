@@ -4,11 +4,15 @@ not scaled, and a stored scalar multiplies the whole stream behind each layer.
 Layers without a window may have no v_proj: their values are the keys before their norm. A configuration states what
 these layers have of their own as `global_head_dim` and `num_global_key_value_heads`, or, as newer files do, for each
 layer in `per_layer_config`. Their rope turns a share of the frequencies, which a GGUF states as divisors.
+
+The small models (E2B, E4B) also have an input of each layer's own, computed from the tokens (layer_inputs.py), and
+their last layers use the keys and values of the last layer of the same kind before them.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,11 +20,15 @@ from typing import Any
 import torch
 
 from graftune.errors import GraftuneError
+from graftune.model import layer_inputs
 from graftune.model.families import rope
 from graftune.model.families.common import Family
 from graftune.model.families.gemma import AROUND
 from graftune.model.families.reading import Config, Getter
-from graftune.model.layer_spec import LayerSpec
+from graftune.model.feed_forward.gated import GatedSpec
+from graftune.model.feed_forward.per_layer import PerLayerSpec
+from graftune.model.layer_inputs import LayerInputSpec
+from graftune.model.layer_spec import BranchPart, BranchSpec, LayerSpec
 from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.part import MixerSpec
 from graftune.model.rotary import inverse_frequencies
@@ -32,6 +40,12 @@ ROPES = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 NOT_TURNED = 1e30  # a divisor that makes a frequency zero
+LAYER_TABLE = "per_layer_token_embd.weight"
+TOP = {
+    layer_inputs.TABLE: LAYER_TABLE.removesuffix(".weight"),
+    layer_inputs.PROJECTION: "per_layer_model_proj",
+    layer_inputs.NORM: "per_layer_proj_norm",
+}
 OWN = ("head_dim", "num_key_value_heads")  # what `per_layer_config` may state here
 
 
@@ -43,14 +57,34 @@ class Gemma4(Family):
         if config.get("use_bidirectional_attention") == "vision":  # of images alone
             config = dict(config) | {"use_bidirectional_attention": None}
         get = Getter(self.completed(config), where, spelled or {})
-        for key, what in (("hidden_size_per_layer_input", "per-layer embeddings"), ("enable_moe_block", "experts")):
-            if get.config.get(key):
-                raise GraftuneError(f"has {what}", where=where, fix="this variant is not supported yet")
+        if get.config.get("enable_moe_block"):
+            raise GraftuneError("has experts", where=where, fix="this variant is not supported yet")
         plain = super().spec(config, where, spelled)
-        return replace(plain, layers=tuple(self.layer(layer) for layer in plain.layers))
+        layers = tuple(self.layer(get, layer) for layer in plain.layers)
+        return replace(plain, layers=layers, layer_inputs=self.layer_inputs(get))
 
-    def layer(self, plain: LayerSpec) -> LayerSpec:
-        return replace(plain, stream_scale="layer_scalar")
+    def layer(self, get: Getter, plain: LayerSpec) -> LayerSpec:
+        """A layer of two branches with what Gemma 4 has beside them."""
+        mixing, feeding = plain.branches
+        (mixer,), (each,) = mixing.parts, feeding.parts
+        assert isinstance(mixer.part, AttentionSpec) and isinstance(each.part, GatedSpec)
+        if mixer.part.keys_from is not None and get.config.get("use_double_wide_mlp"):
+            wide = replace(each, part=replace(each.part, ffn=2 * each.part.ffn))
+            feeding = replace(feeding, parts=(wide,))
+        branches, inner = [mixing, feeding], int(get.number("hidden_size_per_layer_input", 0))
+        if inner:
+            assert each.out_norm is not None
+            part = PerLayerSpec(each.part.width, inner, each.part.activation)
+            norm = replace(each.out_norm, name="post_per_layer_input_norm")
+            branches.append(BranchSpec((BranchPart(part, None, norm),)))
+        return LayerSpec(tuple(branches), stream_scale="layer_scalar")
+
+    def layer_inputs(self, get: Getter) -> LayerInputSpec | None:
+        inner, width = int(get.number("hidden_size_per_layer_input", 0)), get.whole("hidden_size")
+        if not inner:
+            return None
+        vocab = int(get.number("vocab_size_per_layer_input", get.whole("vocab_size")))
+        return LayerInputSpec(vocab, get.layers(), inner, width, get.number("rms_norm_eps", 1e-6))
 
     def embedding(self, get: Getter) -> EmbeddingSpec:
         return replace(super().embedding(get), scale=math.sqrt(get.whole("hidden_size")))
@@ -101,6 +135,10 @@ class Gemma4(Family):
         full = [index for index, kind in enumerate(kinds) if kind == FULL and index < layers - shared]
         width = config["head_dim"]
         per_layer: dict[int, dict[str, Any]] = {i: {"head_dim": width} for i, kind in enumerate(kinds) if kind == FULL}
+        if isinstance(wide := config["intermediate_size"], list):
+            config |= {"intermediate_size": wide[0], "use_double_wide_mlp": wide[-1] == 2 * wide[0]}
+        if LAYER_TABLE in tensors:
+            config["vocab_size_per_layer_input"] = int(tensors[LAYER_TABLE].shape[0])
         if isinstance(heads, list):
             for index, count in enumerate(heads):
                 per_layer.setdefault(index, {})["num_key_value_heads"] = count
@@ -130,7 +168,8 @@ class Gemma4(Family):
             "attention.head_count_kv": [mixer.kv_heads for mixer in mixers],
             "attention.sliding_window_pattern": [mixer.window > 0 for mixer in mixers],
             "attention.shared_kv_layers": sum(mixer.keys_from is not None for mixer in mixers),
-            "embedding_length_per_layer_input": 0,
+            "embedding_length_per_layer_input": _inner(spec),
+            "feed_forward_length": [layer.feed_forward.products["down"][1] for layer in spec.layers],
             "final_logit_softcapping": spec.head.logit_cap,
             "rope.dimension_count": full.rope.width,
             "rope.dimension_count_swa": local.rope.width,
@@ -152,15 +191,35 @@ class Gemma4(Family):
             found.pop(key, None)
         if any((m.head_width, m.kv_heads) != _sizes(full if not m.window else local) for m in mixers):
             raise GraftuneError("its layers differ in more than their windows", where=where, fix="export to peft")
+        if spec.layer_inputs is not None:
+            found["vocab_size_per_layer_input"] = spec.layer_inputs.vocab
         return found | {
             "hidden_activation": found.pop("hidden_act"),
             "global_head_dim": full.head_width,
             "num_global_key_value_heads": full.kv_heads,
             "attention_k_eq_v": full.v_from_k,
             "num_kv_shared_layers": sum(mixer.keys_from is not None for mixer in mixers),
-            "use_double_wide_mlp": False,
-            "hidden_size_per_layer_input": 0,
+            "use_double_wide_mlp": len({layer.feed_forward for layer in spec.layers}) > 1,
+            "hidden_size_per_layer_input": _inner(spec),
         }
+
+    # Names
+
+    def is_unused(self, name: str, spec: ModelSpec) -> bool:
+        """Checkpoints have keys and values of layers that use those of another."""
+        found = re.fullmatch(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight", name)
+        if found is None or int(found[1]) >= len(spec.layers):
+            return False
+        mixer = spec.layers[int(found[1])].mixer
+        return isinstance(mixer, AttentionSpec) and mixer.keys_from is not None
+
+    @property
+    def top_names(self) -> dict[str, str]:
+        return super().top_names | TOP
+
+    @property
+    def block_names(self) -> dict[str, str]:
+        return {ours: theirs for ours, theirs in super().block_names.items() if ours not in TOP}
 
 
 def _own_values(get: Getter, full: list[bool]) -> list[dict[str, Any]]:
@@ -189,6 +248,11 @@ def _proportional(scaling: Config, where: str) -> dict[str, Any]:
     return {"rope_type": "proportional", "partial_rotary_factor": share, "factor": divisors[0]}
 
 
+def _inner(spec: ModelSpec) -> int:
+    """The width of a layer's own input; 0: it has none."""
+    return 0 if spec.layer_inputs is None else spec.layer_inputs.inner
+
+
 def _kinds(spec: ModelSpec) -> tuple[AttentionSpec, AttentionSpec]:
     """The attention of the first layer with a window and of the last one without, each where there is one."""
     mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)]
@@ -206,10 +270,11 @@ def _alike(spec: ModelSpec) -> ModelSpec:
     layers = []
     for layer in spec.layers:
         assert isinstance(layer.mixer, AttentionSpec)
-        mixing, *others = layer.branches
+        mixing, feeding, *_ = layer.branches
         mixer = replace(local, window=layer.mixer.window, rope=layer.mixer.rope, shares_keys=False)
-        part = replace(mixing.parts[0], part=mixer)
-        layers.append(LayerSpec((replace(mixing, parts=(part,)), *others)))
+        mlp = replace(feeding.parts[0], part=spec.layers[0].feed_forward)
+        mixing = replace(mixing, parts=(replace(mixing.parts[0], part=mixer),))
+        layers.append(LayerSpec((mixing, replace(feeding, parts=(mlp,)))))
     return replace(spec, layers=tuple(layers))
 
 
@@ -230,6 +295,9 @@ COMMON: dict[str, Any] = {
         "pre_feedforward_layernorm": "ffn_norm",
         "post_feedforward_layernorm": "post_ffw_norm",
         "layer_scalar": "layer_output_scale.weight",
+        "per_layer_input_gate": "inp_gate",
+        "per_layer_projection": "proj",
+        "post_per_layer_input_norm": "post_norm",
     },
 }
 DEFAULTS: dict[str, Any] = {

@@ -77,7 +77,7 @@ class ExpertsSpec(FeedForwardSpec):
 
     @property
     def weights(self) -> dict[str, tuple[int, ...]]:
-        found = {f"{self.module}.{name}": shape for name, shape in self.tensors.items()}
+        found = {self.named(name): shape for name, shape in self.tensors.items()}
         for parameter, members in PARAMETERS.items():
             for expert in range(self.experts):
                 names = self.names_of(expert, parameter)
@@ -102,7 +102,7 @@ class ExpertsSpec(FeedForwardSpec):
         return self.chosen * sum(out * into for out, into in self.projections.values())
 
     def path(self, projection: str) -> str:
-        return f"{self.module}.experts.{projection}"
+        return self.named(f"experts.{projection}")
 
     def shape_of(self, parameter: str) -> tuple[int, int]:
         """(out, in) of one expert's share of a parameter."""
@@ -111,7 +111,7 @@ class ExpertsSpec(FeedForwardSpec):
 
     def names_of(self, expert: int, parameter: str) -> list[str]:
         """Of what a parameter holds of one expert."""
-        return [f"{self.module}.experts.{expert}.{member}.weight" for member in PARAMETERS[parameter]]
+        return [self.named(f"experts.{expert}.{member}.weight") for member in PARAMETERS[parameter]]
 
     def adapters(self, targets: Collection[str], rank: int, dropout: float) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Gate and up are one here, and dropout on what an expert reads is nothing PEFT could load."""
@@ -126,8 +126,8 @@ class ExpertsSpec(FeedForwardSpec):
             raise GraftuneError("adapters on experts have no dropout", fix="set dropout to 0, or target attention")
         for parameter in found:
             out, width = self.shape_of(parameter)
-            yield f"{self.module}.experts.{parameter}.lora_A.weight", (self.experts * rank, width)
-            yield f"{self.module}.experts.{parameter}.lora_B.weight", (self.experts, out, rank)
+            yield self.named(f"experts.{parameter}.lora_A.weight"), (self.experts * rank, width)
+            yield self.named(f"experts.{parameter}.lora_B.weight"), (self.experts, out, rank)
 
     def adapter_order_in(self, file: str, name: str) -> FileOrder | None:
         if file != "folder" or not self.interleaved or name != "experts.gate_up_proj.lora_B.weight":
