@@ -58,7 +58,7 @@ MODELS = {
     "glm4_moe": "GLM-4.5 to 4.7 (not Flash)",
     "phi3": "Phi 3.5 mini, Phi 4, Phi 4 mini",
     "gemma": "CodeGemma",
-    "gemma4": "Gemma 4 E2B, E4B, 31B",
+    "gemma4": "Gemma 4 E2B, E4B, 26B-A4B, 31B",
     "gemma4_unified": "Gemma 4 12B",
     "glm4": "GLM-4-0414, GLM-Z1-0414",
     "granitemoehybrid": "Granite 4.0 Micro",

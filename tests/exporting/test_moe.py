@@ -58,9 +58,8 @@ def test_gguf(variant, folder, tmp_path):
     export(str(folder(variant)), "gguf", kind="F32", out=str(plain))
     export(str(adapter), "gguf-lora", out=str(beside))
     want, before = judges.ours(run), judges.ours(run, adapted=False)
-    close = (
-        1e-3 if "linear_attn.A_log" in str(list(run.base.tensors)) else 1e-4
-    )  # a delta net's state adds up roundings
+    # A delta net's state adds up roundings; llama.cpp reads gelu from a table over fp16.
+    close = 1e-3 if "linear_attn.A_log" in str(list(run.base.tensors)) else 1e-2 if variant == "gemma4" else 1e-4
     assert judges.gap(want, before) > 0.1
     assert judges.gap(judges.LlamaCpp(whole).along(judges.DOCUMENT), want) < close
     assert judges.gap(judges.LlamaCpp(plain).along(judges.DOCUMENT), before) < close

@@ -39,7 +39,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_qk_norm": True, "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0,
         },
     ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        tiny.GEMMA4
+        | {
+            "enable_moe_block": True, "num_experts": EXPERTS, "top_k_experts": CHOSEN, "moe_intermediate_size": 40,
+            "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        },
+    ),
 }  # fmt: skip
+ROUTERS = ("router.proj.weight", "mlp.gate.weight", "feed_forward.gate.weight", "shared_expert_gate.weight")
 VARIANT_OPTIONS: dict[str, dict[str, Any]] = {
     "qwen3_moe-unnormalised": {"norm_topk_prob": False},
     "qwen3_moe-wide": {"hidden_size": 256, "num_hidden_layers": 2, "moe_intermediate_size": 256},
@@ -75,8 +84,10 @@ def hf_model(variant: str, seed: int = 0) -> Any:
     )
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name or name.endswith("scale"):
                 p.uniform_(0.5, 1.5)
+                if name.endswith("router.scale"):
+                    p.mul_(p.shape[0] ** 0.5)  # the input is divided by this
                 if variant in ("qwen3_5_moe", "qwen3_next") and "linear_attn" not in name:
                     p.sub_(1.0)  # theirs is the weight less one
             elif "embed" in name or name.endswith("bias"):
@@ -84,11 +95,13 @@ def hf_model(variant: str, seed: int = 0) -> Any:
             elif "conv1d" in name:
                 p.normal_(0, 2.0)
             else:
-                router = name.endswith(("mlp.gate.weight", "feed_forward.gate.weight", "shared_expert_gate.weight"))
+                router = name.endswith(ROUTERS)
                 p.normal_(0, (1.0 if router else 0.6) / p.shape[-1] ** 0.5)
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.2)
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.7, 1.2)
     return model.float().eval()
 
 

@@ -29,7 +29,7 @@ MORE = 0.15  # of the cases that no axis needs, the share that is run all the sa
 # over families, other than in the one file that compares each of them with transformers and PEFT.
 KINDS = {
     *("llama", "llama-untied", "qwen2", "gemma3", "phi3-far", "phi3-long", "granite"),
-    *("lfm2", "qwen3_5", "muse_glimmer"),
+    *("lfm2", "qwen3_5", "muse_glimmer", "gemma4"),
 }
 EVERY_FAMILY = "tests/parity/test_transformers.py"
 

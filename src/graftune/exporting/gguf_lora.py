@@ -27,7 +27,8 @@ def lora_tensors(adapter: Adapter, base: Base, kind: str) -> list[OutputTensor]:
     found = []
     for ours, value in adapter.tensors.items():
         if experts.is_expert_adapter(ours):
-            stacks = experts.adapters_to_gguf(ours, value, base.spec)
+            scale = experts.scale_in_gguf(ours, base.spec, base.tensors)
+            stacks = experts.adapters_to_gguf(ours, value if scale is None else value * scale, base.spec)
             found += [
                 OutputTensor(name, TensorRows(stack.float().contiguous()), kind) for name, stack in stacks.items()
             ]

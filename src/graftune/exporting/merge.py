@@ -83,7 +83,7 @@ def merge(base: Base, adapters: Sequence[Weighted]) -> Base:
     """The base as the adapters change it. The base given is without their new tokens."""
     if not adapters:
         return base
-    adapters = [Weighted(fitted(a, base.spec), w) for a, w in adapters]
+    adapters = [Weighted(fitted(a, base.spec, base.tensors), w) for a, w in adapters]
     base = _with_tables(base, [a for a, _ in adapters])
     tensors: dict[str, RowSource] = dict(base.tensors)
     products: dict[str, list[LowRankChange]] = {}

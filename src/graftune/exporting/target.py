@@ -80,7 +80,7 @@ def find(target: str, base: str, revision: str, add: Sequence[str], any_base: bo
     opened = with_template(opened, config, first)
     inside = folder.name == "adapter" and is_run(folder.parent)
     run = folder if is_run(folder) else folder.parent if inside else None
-    placed = tuple(Weighted(fitted(a, opened.spec), w) for a, w in adapters)
+    placed = tuple(Weighted(fitted(a, opened.spec, opened.tensors), w) for a, w in adapters)
     name = run.resolve().name if run else folder.resolve().name.removesuffix(folder.suffix if folder.is_file() else "")
     return ExportSource(opened, placed, config.data, name, run / "export" if run else Path.cwd(), run)
 
@@ -92,7 +92,7 @@ def _of_state(
     opened = state_base(state, base, revision)
     adapters = [Weighted(state_adapter(state, opened, any_base), weight)]
     adapters += [Weighted(_added(path, opened, any_base), w) for path, w in map(parse_weight, add)]
-    placed = tuple(Weighted(fitted(a, opened.spec), w) for a, w in adapters)
+    placed = tuple(Weighted(fitted(a, opened.spec, opened.tensors), w) for a, w in adapters)
     name = f"{state.run.resolve().name}-step-{state.step}"
     return ExportSource(opened, placed, state.config.data, name, state.run / "export", state.run)
 

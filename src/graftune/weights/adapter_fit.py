@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -14,7 +15,7 @@ from graftune.model.arena import Arena
 from graftune.model.frozen import RowSource
 from graftune.model.spec import ModelSpec
 from graftune.settings.config import LoraConfig
-from graftune.weights import rows
+from graftune.weights import experts, rows
 from graftune.weights.base import Base
 from graftune.weights.uniform_rank import filled
 
@@ -38,9 +39,9 @@ class Adapter:
     hf_norms: bool = field(default=False, compare=False)  # as in Hugging Face's checkpoints: Gemma's less one
 
 
-def fitted(adapter: Adapter, spec: ModelSpec) -> Adapter:
+def fitted(adapter: Adapter, spec: ModelSpec, tensors: Mapping[str, RowSource] = MappingProxyType({})) -> Adapter:
     """The adapter as the engine uses it: A and B for every layer, in the order of its products, and norms as factors
-    to multiply by."""
+    to multiply by. `tensors`: the base's, which adapters on experts in a GGUF may depend on."""
     if adapter.partial:
         adapter = dataclasses.replace(adapter, tensors=filled(adapter.tensors, spec, adapter.lora), partial=False)
     if adapter.hf_norms:
@@ -49,8 +50,11 @@ def fitted(adapter: Adapter, spec: ModelSpec) -> Adapter:
         adapter = dataclasses.replace(adapter, tensors=shifted, hf_norms=False)
     if not adapter.order:
         return adapter
-    tensors = {name: rows.adapter_from_file(t, adapter.order, spec, name) for name, t in adapter.tensors.items()}
-    return dataclasses.replace(adapter, tensors=tensors, order="")
+    found = {name: rows.adapter_from_file(t, adapter.order, spec, name) for name, t in adapter.tensors.items()}
+    for name in found if adapter.order == "gguf" else ():
+        scale = experts.scale_in_gguf(name, spec, tensors)
+        found[name] = found[name] if scale is None else found[name] / scale
+    return dataclasses.replace(adapter, tensors=found, order="")
 
 
 def check_tables(adapter: Adapter, base: Base) -> None:
@@ -85,7 +89,7 @@ def place_adapter(adapter: Adapter, arena: Arena, base: Base) -> None:
     """Copies the tensors into the arena, whose norms hold the base's values. A tensor that is missing, left over or of
     another shape is an error."""
     check_tables(adapter, base)
-    adapter, vocab = fitted(adapter, base.spec), base.spec.vocab
+    adapter, vocab = fitted(adapter, base.spec, base.tensors), base.spec.vocab
     left = dict(adapter.tensors)
     if "embed_tokens.rows" in arena.slots and "lm_head.rows" not in arena.slots:  # tied: one table, stored twice
         head, table = left.get("lm_head.weight"), left.get("embed_tokens.weight")

@@ -121,6 +121,26 @@ class InterleavedStack(Stack):
 
 
 @dataclass(frozen=True)
+class RowStack(Stack):
+    """The same of several projections, whose rows follow each other. `experts` has those of one expert side by side."""
+
+    members: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        out, width = self.experts[0].shape
+        return (len(self.experts) // self.members, self.members * out, width)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        sources = self.experts[start * self.members : stop * self.members]
+        return torch.stack([source.values() for source in sources]).unflatten(0, (-1, self.members)).flatten(1, 2)
+
+    def divided(self, start: int, stored: torch.Tensor) -> Iterator[tuple[RowSource, torch.Tensor]]:
+        rows = (part for values in stored for part in values.chunk(self.members))
+        yield from zip(self.experts[start * self.members : (start + len(stored)) * self.members], rows, strict=True)
+
+
+@dataclass(frozen=True)
 class InterleavedBias(RowsByReading):
     """The biases [E, out] of several projections, their columns in turns."""
 
@@ -152,12 +172,13 @@ def from_folder(tensors: Mapping[str, RowSource], spec: ModelSpec) -> dict[str, 
     """A folder's tensors under our names, with one tensor for each projection of each expert."""
     layers, found = mixtures(spec), dict[str, RowSource]()
     for name, tensor in tensors.items():
-        match = re.fullmatch(r"layers\.(\d+)\.(.+)\.experts\.(gate_up_proj|down_proj)(_bias)?(?:\.weight)?", name)
+        match = re.fullmatch(r"layers\.(\d+)\.(?:(.+)\.)?experts\.(gate_up_proj|down_proj)(_bias)?(?:\.weight)?", name)
         part = layers.get(int(match[1])) if match else None
-        if match is None or part is None or match[2] != part.module or len(tensor.shape) != (2 if match[4] else 3):
+        known = match is not None and part is not None and (match[2] or "") == part.module
+        if match is None or part is None or not known or len(tensor.shape) != (2 if match[4] else 3):
             found[name] = tensor
             continue
-        stem, members = name[: match.end(2)] + ".experts", PARAMETERS[match[3]]
+        stem, members = f"layers.{match[1]}.{part.named('experts')}", PARAMETERS[match[3]]
         for place, member in enumerate(members):
             if match[4]:
                 found[f"{stem}.{member}.bias"] = BiasColumns(tensor, place, len(members))
@@ -170,13 +191,13 @@ def from_folder(tensors: Mapping[str, RowSource], spec: ModelSpec) -> dict[str, 
 
 
 def to_folder(tensors: Mapping[str, RowSource], spec: ModelSpec) -> dict[str, RowSource]:
-    """A model's tensors as a folder holds them: where those of its family are interleaved, stacked."""
+    """A model's tensors as a folder holds them: stacked, interleaved or not, where those of its family are."""
     found = dict(tensors)
     for layer, part in mixtures(spec).items():
-        stem = f"layers.{layer}.{part.module}.experts"
-        for parameter, members in PARAMETERS.items() if part.interleaved else ():
+        stem, kind = f"layers.{layer}.{part.named('experts')}", InterleavedStack if part.interleaved else RowStack
+        for parameter, members in PARAMETERS.items() if part.interleaved or part.stacked else ():
             names = [f"layers.{layer}.{n}" for e in range(part.experts) for n in part.names_of(e, parameter)]
-            found[f"{stem}.{parameter}"] = InterleavedStack(tuple(found.pop(name) for name in names), len(members))
+            found[f"{stem}.{parameter}"] = kind(tuple(found.pop(name) for name in names), len(members))
             biases = [found.pop(f"{stem}.{member}.bias") for member in members if part.bias]
             if biases:
                 found[f"{stem}.{parameter}_bias"] = InterleavedBias(tuple(biases))
@@ -195,7 +216,7 @@ def from_gguf(name: str, tensor: GgufTensor, spec: ModelSpec) -> dict[str, GgufT
     for expert in range(count):
         for place, member in enumerate(members):
             first = (expert * len(members) + place) * rows
-            ours = f"layers.{match[1]}.{part.module}.experts.{expert}.{member}.weight"
+            ours = f"layers.{match[1]}.{part.named('experts')}.{expert}.{member}.weight"
             found[ours] = replace(tensor, shape=(rows, width), blocks=tensor.blocks[first : first + rows])
     return found
 
@@ -204,7 +225,7 @@ def to_gguf(tensors: Mapping[str, RowSource], spec: ModelSpec) -> tuple[dict[str
     """Splits a model's tensors: those written as they are, by our names, and the experts' stacks, by GGUF's names."""
     plain, stacks = dict(tensors), dict[str, RowSource]()
     for layer, part in mixtures(spec).items():
-        stem = f"layers.{layer}.{part.module}.experts"
+        stem = f"layers.{layer}.{part.named('experts')}"
         for projection, theirs in _GGUF.items():
             names = [f"{stem}.{expert}.{projection}.weight" for expert in range(part.experts)]
             stacks[f"blk.{layer}.{theirs}.weight"] = Stack(tuple(plain.pop(name) for name in names))
@@ -223,7 +244,7 @@ def target_parameters(spec: ModelSpec, targets: Collection[str]) -> list[str]:
     for part in dict.fromkeys(mixtures(spec).values()):
         for parameter, members in PARAMETERS.items():
             if {part.path(member) for member in members} <= set(targets):
-                found.append(f"{part.module}.experts.{parameter}")
+                found.append(part.named(f"experts.{parameter}"))
     return list(dict.fromkeys(found))
 
 
@@ -261,7 +282,7 @@ def adapters_from_peft(tensors: Mapping[str, torch.Tensor], wrapped: list[str], 
     """The reverse; `wrapped`: the parameters that have adapters (`wrapped_parameters`)."""
     found = {}
     for name, value in tensors.items():
-        match = re.fullmatch(r"(layers\.\d+\..+\.experts)(\.base_layer)?\.lora_([AB])\.weight", name)
+        match = re.fullmatch(r"(layers\.\d+\.(?:.+\.)?experts)(\.base_layer)?\.lora_([AB])\.weight", name)
         if match is None or not wrapped:
             found[name] = value
             continue
@@ -273,7 +294,7 @@ def adapters_from_peft(tensors: Mapping[str, torch.Tensor], wrapped: list[str], 
 
 
 def _adapter(name: str) -> re.Match[str] | None:
-    return re.fullmatch(r"(layers\.\d+\..+\.experts)\.(gate_up_proj|down_proj)\.lora_([AB])\.weight", name)
+    return re.fullmatch(r"(layers\.\d+\.(?:.+\.)?experts)\.(gate_up_proj|down_proj)\.lora_([AB])\.weight", name)
 
 
 def is_expert_adapter(name: str) -> bool:
@@ -311,6 +332,20 @@ def adapters_to_gguf(name: str, value: torch.Tensor, spec: ModelSpec) -> dict[st
     return dict(zip(stems, parts, strict=True))
 
 
+def scale_in_gguf(name: str, spec: ModelSpec, tensors: Mapping[str, RowSource]) -> torch.Tensor | None:
+    """What an adapter's tensor is multiplied by in a GGUF, [E, 1, 1]; None: nothing. llama.cpp multiplies the experts'
+    output by a factor of each and adds the adapter's behind that; here, and in PEFT, the factor is that of both."""
+    match = _adapter(name)
+    if match is None or (match[2], match[3]) != ("down_proj", "B"):
+        return None
+    layer = match[1].split(".")[1]
+    part = mixtures(spec).get(int(layer))
+    if part is None or not part.router.expert_scale:
+        return None
+    source = tensors.get(f"layers.{layer}.{part.named(part.router.expert_scale)}")
+    return None if source is None else source.values().float().view(-1, 1, 1)
+
+
 def is_stacked(name: str) -> bool:
     """Whether a tensor of a GGUF adapter belongs to experts."""
     return re.fullmatch(r"blk\.\d+\.ffn_(gate|up|down)_exps\.weight\.lora_[ab]", name) is not None
@@ -335,7 +370,7 @@ def adapters_from_gguf(tensors: Mapping[str, GgufTensor], where: str, module: st
                     where=where,
                     fix="this cannot be loaded here",
                 )
-            stem = f"layers.{layer}.{module}.experts.{parameter}"
+            stem = f"layers.{layer}.{module}{'.' if module else ''}experts.{parameter}"
             found[f"{stem}.lora_A.weight"] = downs[0].flatten(0, 1)
             found[f"{stem}.lora_B.weight"] = torch.cat([tensors[name].values() for name in b], 1)
     return found

@@ -84,6 +84,7 @@ class Family:
     # PEFT takes the names of an expert's projections for the experts, wherever they stand: dense ones go by parameters.
     dense_by_parameter: bool = False
     experts_key: str = ""  # how many experts a mixture has; "": the family is dense
+    experts_by_key: bool = True  # whether `experts_key` says if a file of the family has experts
     keys: Mapping[str, str] = field(default_factory=dict)  # beside KEYS
     gguf_names: Mapping[str, str] = field(default_factory=dict)  # where GGUF's names are not those of BLOCK and TOP
     gguf_parts: Mapping[str, str] = field(default_factory=dict)  # GGUF's name of the second part of a tensor's rows
@@ -235,7 +236,7 @@ class Family:
 
     def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
         """GGUF metadata as a configuration; `tensors` (name -> anything with a shape) decides what it leaves open."""
-        if bool(metadata.get(f"{self.arch}.expert_count")) != bool(self.experts_key):
+        if self.experts_by_key and bool(metadata.get(f"{self.arch}.expert_count")) != bool(self.experts_key):
             what = "has no experts" if self.experts_key else "is a mixture of experts"
             raise GraftuneError(
                 f"{what}, other than models of {self.arch}", where=where, fix="this variant is not supported"

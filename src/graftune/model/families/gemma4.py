@@ -6,7 +6,8 @@ these layers have of their own as `global_head_dim` and `num_global_key_value_he
 layer in `per_layer_config`. Their rope turns a share of the frequencies, which a GGUF states as divisors.
 
 The small models (E2B, E4B) also have an input of each layer's own, computed from the tokens (layer_inputs.py), and
-their last layers use the keys and values of the last layer of the same kind before them.
+their last layers use the keys and values of the last layer of the same kind before them. In the mixture (26B-A4B)
+experts stand beside the MLP; they and their router read the stream through norms of their own.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from graftune.model import layer_inputs
 from graftune.model.families import rope
 from graftune.model.families.common import Family
 from graftune.model.families.gemma import AROUND
-from graftune.model.families.reading import Config, Getter
+from graftune.model.families.reading import MOST_EXPERTS, Config, Getter
+from graftune.model.feed_forward.experts import ExpertsSpec
 from graftune.model.feed_forward.gated import GatedSpec
 from graftune.model.feed_forward.per_layer import PerLayerSpec
+from graftune.model.feed_forward.router import RouterSpec
 from graftune.model.layer_inputs import LayerInputSpec
 from graftune.model.layer_spec import BranchPart, BranchSpec, LayerSpec
 from graftune.model.mixers.attention import AttentionSpec
@@ -57,8 +60,6 @@ class Gemma4(Family):
         if config.get("use_bidirectional_attention") == "vision":  # of images alone
             config = dict(config) | {"use_bidirectional_attention": None}
         get = Getter(self.completed(config), where, spelled or {})
-        if get.config.get("enable_moe_block"):
-            raise GraftuneError("has experts", where=where, fix="this variant is not supported yet")
         plain = super().spec(config, where, spelled)
         layers = tuple(self.layer(get, layer) for layer in plain.layers)
         return replace(plain, layers=layers, layer_inputs=self.layer_inputs(get))
@@ -71,6 +72,8 @@ class Gemma4(Family):
         if mixer.part.keys_from is not None and get.config.get("use_double_wide_mlp"):
             wide = replace(each, part=replace(each.part, ffn=2 * each.part.ffn))
             feeding = replace(feeding, parts=(wide,))
+        if get.config.get("enable_moe_block"):
+            feeding = self.with_experts(get, feeding)
         branches, inner = [mixing, feeding], int(get.number("hidden_size_per_layer_input", 0))
         if inner:
             assert each.out_norm is not None
@@ -78,6 +81,25 @@ class Gemma4(Family):
             norm = replace(each.out_norm, name="post_per_layer_input_norm")
             branches.append(BranchSpec((BranchPart(part, None, norm),)))
         return LayerSpec(tuple(branches), stream_scale="layer_scalar")
+
+    def with_experts(self, get: Getter, feeding: BranchSpec) -> BranchSpec:
+        """The branch of the MLP with experts beside it: each has a norm behind it, and so has their sum."""
+        (each,) = feeding.parts
+        count, chosen, norm = get.whole("num_experts"), get.whole("top_k_experts"), each.out_norm
+        if not chosen <= count <= MOST_EXPERTS:
+            raise GraftuneError(f"chooses {chosen} of {count} experts", where=get.where, fix="download the model again")
+        assert isinstance(each.part, GatedSpec) and norm is not None
+        router = RouterSpec(name="router.proj", input_scale="router.scale", expert_scale="router.per_expert_scale")
+        experts = ExpertsSpec(
+            each.part.width, get.whole("moe_intermediate_size"), count, chosen, router, "", each.part.activation,
+            stacked=True, own_norm="pre_feedforward_layernorm_2", norm_eps=norm.eps,
+        )  # fmt: skip
+        first, second = (replace(norm, name=f"{norm.name}_{number}") for number in (1, 2))
+        return BranchSpec((replace(each, out_norm=first), BranchPart(experts, None, second)), norm, feeding.scale)
+
+    @property
+    def experts_module(self) -> str:
+        return ""
 
     def layer_inputs(self, get: Getter) -> LayerInputSpec | None:
         inner, width = int(get.number("hidden_size_per_layer_input", 0)), get.whole("hidden_size")
@@ -153,6 +175,7 @@ class Gemma4(Family):
             "attention_k_eq_v": bool(full) and all(f"blk.{i}.attn_v.weight" not in tensors for i in full),
             "rope_parameters": {FULL: theta | _proportional(scaling, where), SLIDING: own},
             "hidden_size_per_layer_input": config.get("hidden_size_per_layer_input") or 0,
+            "enable_moe_block": bool(config.get("num_experts")),
             "final_logit_softcapping": config.get("final_logit_softcapping", 30.0),  # llama.cpp's where a file has none
         }
 
@@ -160,20 +183,26 @@ class Gemma4(Family):
         local, full = _kinds(spec)
         mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)]
         found = super().gguf_keys(_alike(spec), where)
-        return found | {
-            "attention.key_length": full.head_width,
-            "attention.value_length": full.head_width,
-            "attention.key_length_swa": local.head_width,
-            "attention.value_length_swa": local.head_width,
-            "attention.head_count_kv": [mixer.kv_heads for mixer in mixers],
-            "attention.sliding_window_pattern": [mixer.window > 0 for mixer in mixers],
-            "attention.shared_kv_layers": sum(mixer.keys_from is not None for mixer in mixers),
-            "embedding_length_per_layer_input": _inner(spec),
-            "feed_forward_length": [layer.feed_forward.products["down"][1] for layer in spec.layers],
-            "final_logit_softcapping": spec.head.logit_cap,
-            "rope.dimension_count": full.rope.width,
-            "rope.dimension_count_swa": local.rope.width,
-        }
+        stated = self.config(spec, where)
+        keys = {ours: theirs for ours, theirs in EXPERT_KEYS.items() if ours in stated}
+        return (
+            found
+            | {theirs: stated[ours] for ours, theirs in keys.items()}
+            | {
+                "attention.key_length": full.head_width,
+                "attention.value_length": full.head_width,
+                "attention.key_length_swa": local.head_width,
+                "attention.value_length_swa": local.head_width,
+                "attention.head_count_kv": [mixer.kv_heads for mixer in mixers],
+                "attention.sliding_window_pattern": [mixer.window > 0 for mixer in mixers],
+                "attention.shared_kv_layers": sum(mixer.keys_from is not None for mixer in mixers),
+                "embedding_length_per_layer_input": _inner(spec),
+                "feed_forward_length": [layer.feed_forward.products["down"][1] for layer in spec.layers],
+                "final_logit_softcapping": spec.head.logit_cap,
+                "rope.dimension_count": full.rope.width,
+                "rope.dimension_count_swa": local.rope.width,
+            }
+        )
 
     def gguf_tensors(self, spec: ModelSpec) -> dict[str, torch.Tensor]:
         """llama.cpp wants the divisors of every model."""
@@ -191,6 +220,10 @@ class Gemma4(Family):
             found.pop(key, None)
         if any((m.head_width, m.kv_heads) != _sizes(full if not m.window else local) for m in mixers):
             raise GraftuneError("its layers differ in more than their windows", where=where, fix="export to peft")
+        experts = next((part for part in spec.layers[0].parts if isinstance(part, ExpertsSpec)), None)
+        if experts is not None:
+            sizes = {"num_experts": experts.experts, "top_k_experts": experts.chosen}
+            found |= sizes | {"moe_intermediate_size": experts.ffn, "enable_moe_block": True}
         if spec.layer_inputs is not None:
             found["vocab_size_per_layer_input"] = spec.layer_inputs.vocab
         return found | {
@@ -278,6 +311,11 @@ def _alike(spec: ModelSpec) -> ModelSpec:
     return replace(spec, layers=tuple(layers))
 
 
+EXPERT_KEYS = {
+    "num_experts": "expert_count",
+    "top_k_experts": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
 COMMON: dict[str, Any] = {
     "architecture": "gemma4",
     "norms": AROUND,
@@ -289,12 +327,20 @@ COMMON: dict[str, Any] = {
         "final_logit_softcapping": "final_logit_softcapping",
         "num_kv_shared_layers": "attention.shared_kv_layers",
         "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+        **EXPERT_KEYS,
     },
+    "experts_by_key": False,
     "gguf_names": {
         "post_attention_layernorm": "post_attention_norm",
         "pre_feedforward_layernorm": "ffn_norm",
         "post_feedforward_layernorm": "post_ffw_norm",
         "layer_scalar": "layer_output_scale.weight",
+        "router.proj": "ffn_gate_inp",
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+        "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+        "post_feedforward_layernorm_1": "post_ffw_norm_1",
+        "post_feedforward_layernorm_2": "post_ffw_norm_2",
         "per_layer_input_gate": "inp_gate",
         "per_layer_projection": "proj",
         "post_per_layer_input_norm": "post_norm",

@@ -30,12 +30,12 @@ import torch
 
 from graftune import spans
 from graftune.errors import GraftuneError
-from graftune.kernels import launch, swiglu
+from graftune.kernels import launch, rms_norm, swiglu
 from graftune.kernels.experts import combine
 from graftune.model.context import PassContext
 from graftune.model.feed_forward.expert_projection import ExpertProjection
 from graftune.model.feed_forward.router import Routed, Router, RouterSpec
-from graftune.model.part import FeedForward, FeedForwardSpec, FileOrder, PartInput, PartPlacer, SavedInput
+from graftune.model.part import FeedForward, FeedForwardSpec, FileOrder, NormWeight, PartInput, PartPlacer, SavedInput
 from graftune.model.projection import ReadyGrad
 
 # transformers' two parameters, each the weights of all experts, and what is in them. Each has one adapter an expert.
@@ -53,6 +53,9 @@ class ExpertsSpec(FeedForwardSpec):
     unit: str = "silu"  # silu | gelu | clamped
     bias: bool = False  # of the experts' projections
     interleaved: bool = False  # folders hold the experts in one tensor [E, in, out], with gate and up in turns
+    stacked: bool = False  # folders hold them in one tensor [E, out, in], gate before up
+    own_norm: str = ""  # a norm inside the part, which then reads the stream: so does the router; "": none
+    norm_eps: float = 0.0
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
@@ -70,6 +73,10 @@ class ExpertsSpec(FeedForwardSpec):
         if self.bias:
             found |= {f"experts.{name}.bias": (self.experts, out) for name, (out, _) in self.projections.items()}
         return found
+
+    @property
+    def norms(self) -> dict[str, int]:
+        return {self.own_norm: self.width} if self.own_norm else {}
 
     @property
     def residual_outputs(self) -> tuple[str, ...]:
@@ -144,7 +151,18 @@ class ExpertsSpec(FeedForwardSpec):
             biases = {name: place.tensor(f"experts.{name}.bias")[0] for name in self.projections}
             gate_up.bias = torch.cat([biases[member] for member in PARAMETERS["gate_up_proj"]], 1)
             down.bias = biases["down_proj"]
-        return Experts(place.layer, self.router.build(place, self.chosen), gate_up, down, self.unit)
+        router, norm = self.router.build(place, self.chosen), None
+        if self.own_norm:
+            norm = StreamNorm(place.norm(self.own_norm), place.unit_norm(self.width), self.norm_eps)
+        return Experts(place.layer, router, gate_up, down, self.unit, norm)
+
+
+class StreamNorm(NamedTuple):
+    """The norms of a mixture that reads the stream: the experts' and the router's, which has no weight."""
+
+    experts: NormWeight
+    router: NormWeight
+    eps: float
 
 
 class ExpertsSaved(NamedTuple):
@@ -152,6 +170,7 @@ class ExpertsSaved(NamedTuple):
     h_gate_up: torch.Tensor | None
     h_down: torch.Tensor | None
     routed: Routed
+    rstd: torch.Tensor | None = None  # [T] fp32, of a norm inside the part
 
 
 @dataclass
@@ -161,29 +180,44 @@ class Experts(FeedForward[ExpertsSaved]):
     gate_up: ExpertProjection
     down: ExpertProjection
     unit: str
+    norm: StreamNorm | None = None
+
+    def _route(self, entry: PartInput, ctx: PassContext) -> tuple[torch.Tensor, Routed, torch.Tensor | None]:
+        """What the experts read [T, D], where the tokens go, and the rstd of a norm inside the part."""
+        read = entry.tensor()
+        if self.norm is None:
+            return read, self.router.forward(read), None
+        normed = torch.empty_like(read)
+        _, rstd = rms_norm.add_forward(read, None, self.norm.experts.of(ctx.adapted), self.norm.eps, normed)
+        return normed, self.router.forward(read.float() * rstd.unsqueeze(1)), rstd
+
+    def _normed(self, read: SavedInput, saved: ExpertsSaved, ctx: PassContext) -> torch.Tensor:
+        """What the experts read, again."""
+        if self.norm is None or saved.rstd is None:
+            return read.tensor()
+        return rms_norm.apply(read.x, saved.rstd, self.norm.experts.of(ctx.adapted))
 
     def forward(self, entry: PartInput, ctx: PassContext) -> tuple[torch.Tensor, ExpertsSaved]:
-        normed = entry.tensor()
-        routed = self.router.forward(normed)
+        normed, routed, rstd = self._route(entry, ctx)
         if ctx.routing is not None:
             ctx.routing.add(self.layer, routed.scores, routed.chosen, ctx.rows is not None)
         gate_up, h_gate_up = self._first(normed, routed, ctx)
         expert_out, h_down = self.down.forward(self._act(gate_up), routed.starts, ctx.adapted)
-        return combine(expert_out, routed.places, routed.weights), ExpertsSaved(gate_up, h_gate_up, h_down, routed)
+        out = combine(expert_out, routed.places, routed.weights)
+        return out, ExpertsSaved(gate_up, h_gate_up, h_down, routed, rstd)
 
     def recompute(self, entry: PartInput, ctx: PassContext) -> ExpertsSaved:
-        normed = entry.tensor()
-        routed = self.router.forward(normed)
+        normed, routed, rstd = self._route(entry, ctx)
         gate_up, h_gate_up = self._first(normed, routed, ctx)
         adapts = self.down.lora is not None and ctx.adapted
         h_down = self.down.low(self._act(gate_up), routed.starts, ctx.adapted) if adapts else None
-        return ExpertsSaved(gate_up, h_gate_up, h_down, routed)
+        return ExpertsSaved(gate_up, h_gate_up, h_down, routed, rstd)
 
     def drop_recomputable(self, saved: ExpertsSaved) -> ExpertsSaved:
         return saved._replace(gate_up=saved.gate_up.new_empty(0))
 
     def recompute_dropped(self, saved: ExpertsSaved, read: SavedInput, ctx: PassContext) -> ExpertsSaved:
-        return saved._replace(gate_up=self._first(read.tensor(), saved.routed, ctx)[0])
+        return saved._replace(gate_up=self._first(self._normed(read, saved, ctx), saved.routed, ctx)[0])
 
     def _act(self, gate_up: torch.Tensor) -> torch.Tensor:
         act = gate_up.new_empty(len(gate_up), self.down.weights.in_features)
@@ -206,8 +240,8 @@ class Experts(FeedForward[ExpertsSaved]):
         ctx: PassContext,
         need_input: bool,
     ) -> torch.Tensor:
-        gate_up, h_gate_up, h_down, routed = saved
-        grad, normed = grad[:, : read.x.shape[1]], read.tensor()
+        gate_up, h_gate_up, h_down, routed, rstd = saved
+        grad, normed = grad[:, : read.x.shape[1]], self._normed(read, saved, ctx)
         starts = routed.starts
         weights = _by_row(routed.weights, routed)
         grad_out, rows = _rows_of(grad, routed)
@@ -232,7 +266,12 @@ class Experts(FeedForward[ExpertsSaved]):
         grad_choices = grad_weights[routed.places]
         if self.down.bias is not None:
             grad_choices += (grad.float() @ self.down.bias.t()).gather(1, routed.chosen)
-        return grad_normed.add_(self.router.backward(grad_choices, routed).to(grad.dtype))
+        grad_router = self.router.backward(grad_choices, routed).to(grad.dtype)
+        if self.norm is None or rstd is None:
+            return grad_normed.add_(grad_router)
+        weight, trained = self.norm.experts.of(ctx.adapted), self.norm.experts.grad
+        grad_x = rms_norm.add_backward(grad_normed, read.x, rstd, weight, None, trained, grad_normed)
+        return rms_norm.add_backward(grad_router, read.x, rstd, self.norm.router.value, grad_x)
 
 
 def _by_row(values: torch.Tensor, routed: Routed) -> torch.Tensor:

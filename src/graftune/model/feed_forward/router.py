@@ -2,7 +2,9 @@
 
     z = n R' + b                      n: the normed stream, b: a bias, where the family has one
     s = softmax(z) or sigmoid(z)      chosen = the k largest of s, or of s + c (c: a bias of the choice alone)
-    v = s[chosen]                     w = scale * v, or scale * v / (sum(v) + eps)
+    v = s[chosen]                     w = scale * v, or scale * v / (sum(v) + eps), times a factor of each expert's own
+
+Gemma 4's reads the stream through a norm without weight, in place of n, and multiplies it by a vector.
 
 A softmax over the chosen logits alone (gpt-oss) is the softmax over all of them with normalised weights, so that it has
 no code of its own. Everything is computed in fp32, so that the choice does not depend on how logits were rounded. The
@@ -35,20 +37,27 @@ class RouterSpec:
     scale: float = 1.0  # of the weights
     eps: float = 0.0  # added to the sum that normalised weights are divided by
     name: str = "gate"  # the module
+    input_scale: str = ""  # a tensor [D] that multiplies the input, which is divided by sqrt(D), too; "": none
+    expert_scale: str = ""  # a tensor [E] of factors of the weights; "": none
 
     def tensors(self, experts: int, width: int) -> dict[str, tuple[int, ...]]:
         found: dict[str, tuple[int, ...]] = {f"{self.name}.weight": (experts, width)}
         if self.bias:
             found[f"{self.name}.bias"] = (experts,)
-        return found | ({self.selection_bias: (experts,)} if self.selection_bias else {})
+        scales = {self.selection_bias: experts, self.input_scale: width, self.expert_scale: experts}
+        return found | {name: (size,) for name, size in scales.items() if name}
 
     def build(self, place: PartPlacer, chosen: int) -> Router:
+        weight = place.tensor(f"{self.name}.weight")[0]
+        if self.input_scale:
+            weight = weight * (place.tensor(self.input_scale)[0] * weight.shape[1] ** -0.5)
         return Router(
             spec=self,
             chosen=chosen,
-            weight=place.tensor(f"{self.name}.weight")[0],
+            weight=weight,
             bias=place.tensor(f"{self.name}.bias")[0] if self.bias else None,
             selection_bias=place.tensor(self.selection_bias)[0] if self.selection_bias else None,
+            expert_scale=place.tensor(self.expert_scale)[0] if self.expert_scale else None,
         )
 
 
@@ -67,9 +76,10 @@ class Routed(NamedTuple):
 class Router:
     spec: RouterSpec
     chosen: int  # k
-    weight: torch.Tensor  # [E, D] fp32
+    weight: torch.Tensor  # [E, D] fp32, times the scale of the input
     bias: torch.Tensor | None  # [E] fp32
     selection_bias: torch.Tensor | None  # [E] fp32
+    expert_scale: torch.Tensor | None = None  # [E] fp32
 
     def forward(self, normed: torch.Tensor) -> Routed:
         spans.operation("router")
@@ -94,7 +104,8 @@ class Router:
             weights = scores.gather(1, chosen)
         if spec.normalised:
             weights = weights / self._total(weights)
-        return scores, chosen, weights if spec.scale == 1 else weights.mul_(spec.scale)
+        weights = weights if spec.scale == 1 else weights.mul_(spec.scale)
+        return scores, chosen, weights if self.expert_scale is None else weights * self.expert_scale[chosen]
 
     def _total(self, chosen_scores: torch.Tensor) -> torch.Tensor:
         """What normalised weights are divided by, [T, 1]."""
@@ -104,9 +115,9 @@ class Router:
     def backward(self, grad_weights: torch.Tensor, routed: Routed) -> torch.Tensor:
         """d weights [T, k] -> d normed [T, D], fp32."""
         spec, chosen = self.spec, routed.scores.gather(1, routed.chosen)
-        grad = grad_weights
+        grad = grad_weights if self.expert_scale is None else grad_weights * self.expert_scale[routed.chosen]
         if spec.normalised:
-            mean = (grad * routed.weights).sum(1, keepdim=True)
+            mean = (grad_weights * routed.weights).sum(1, keepdim=True)
             grad = ((grad if spec.scale == 1 else grad * spec.scale) - mean) / self._total(chosen)
         elif spec.scale != 1:
             grad = grad * spec.scale
