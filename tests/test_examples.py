@@ -95,6 +95,29 @@ def test_no_example_sets_what_is_the_default_anyway():
         assert same <= allowed, path.name
 
 
+def test_the_policy_loop_runs(
+    tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """With a tiny model in the base's place, for two rounds."""
+    source = (ROOT / "examples" / "policy.py").read_text()
+    changed = {
+        'BASE = ""': f"BASE = {str(tiny_folder('llama-shallow'))!r}",
+        "ROUNDS, GROUP, NEW_TOKENS = 20, 8, 24": "ROUNDS, GROUP, NEW_TOKENS = 2, 4, 6",
+        # A random model writes no words, and nearly always the same: more is drawn at a high temperature.
+        'word.startswith("s")': "len(word)",
+        'loss="ppo"': 'loss="ppo", temperature=30.0',
+        "temperature=1.0": "temperature=30.0",
+    }
+    for there, here in changed.items():
+        assert source.count(there) == 1
+        source = source.replace(there, here)
+    names: dict[str, Any] = {}
+    exec(compile(source, "policy.py", "exec"), names)
+    figures = names["stats"].figures
+    assert len(names["history"]) == 2 == names["session"].steps and names["stats"].grad_norm > 0
+    assert figures["difference"] < 1e-4 and figures["ratio"] == pytest.approx(1, abs=1e-4), "sampled as it is trained"
+
+
 def test_the_notebook_runs(
     tiny_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
