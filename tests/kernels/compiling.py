@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from graftune.data.pack import Capacities
-from graftune.kernels import attention, draw, gated_delta, rehearsal, rope
+from graftune.kernels import attention, draw, gated_delta, paged_attention, rehearsal, rope
 from graftune.kernels.attention import Documents
 from graftune.plan import Setup, rehearse
 from graftune.settings.config import LoraConfig
@@ -85,7 +85,7 @@ def delta_rule(dtype: torch.dtype, launched: rehearsal.Launched) -> None:
 
 
 def sampling(launched: rehearsal.Launched) -> None:
-    """Draws of 64 sequences over a vocabulary of 151,936 tokens."""
+    """Draws of 64 sequences over a vocabulary of 151,936 tokens, and attention over pages."""
 
     def meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=rehearsal.META)
@@ -94,6 +94,19 @@ def sampling(launched: rehearsal.Launched) -> None:
         for mode in (draw.GREEDY, draw.WHOLE, draw.LIMITED):
             settings = draw.DrawSettings.of(1.0, 0, 1.0, 0, rehearsal.META)
             draw.draw(meta(64, 151936, dtype=torch.float32), mode, settings, meta(64), meta(64))
+        for (heads, key_heads, width), window, cap, dtype in (
+            ((32, 8, 128), 0, 0.0, torch.bfloat16), ((9, 3, 64), 0, 0.0, torch.bfloat16),
+            ((8, 4, 256), 512, 50.0, torch.bfloat16), ((8, 1, 512), 0, 0.0, torch.bfloat16),
+            ((32, 8, 128), 0, 0.0, torch.float32),
+        ):  # fmt: skip
+            pool = meta(4096 * 16, key_heads, width, dtype=dtype)
+            starts, table = meta(65, dtype=torch.int32), meta(64, 256, dtype=torch.int32)
+            for lengths, tokens in ((None, 64), ((32,) * 64, 2048)):
+                paged = paged_attention.PagedKeys(table, starts, meta(64), meta(tokens), lengths, 4096)
+                q = meta(tokens, heads, width, dtype=dtype)
+                sinks = meta(heads, dtype=torch.float32) if cap else None
+                paged_attention.store_(q[:, :key_heads], q[:, :key_heads], pool, pool, meta(tokens))
+                paged_attention.forward(q, pool, pool, paged, 1.0, window, q, cap, sinks)
 
 
 def wide_attention(launched: rehearsal.Launched) -> None:
