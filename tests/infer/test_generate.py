@@ -5,6 +5,7 @@ The models are tiny and random: their texts mean nothing, but are sure enough to
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 
 import graftune
 from graftune.errors import GraftuneError
-from graftune.infer import generate as generating
-from graftune.infer.cache import Cache, CacheSize, Decode, Prefill
-from graftune.infer.generate import TokenStep, in_groups
+from graftune.infer import cache as caches
+from graftune.infer.cache import Cache, CacheShape, CacheSize, Decode, Request
+from graftune.infer.decode_batch import DecodeBatch, Piece, passes
+from graftune.infer.generate import Token, requests_of, sampler_for
 from graftune.infer.sample import Sampling
 from graftune.kernels import draw
+from graftune.kernels.paged_attention import PAGE
 from graftune.model.families import from_config
 from tests.support import oracle, quantised, tiny
 from tests.support.generate import generate
@@ -61,39 +64,43 @@ def greedy(
 
 
 @pytest.mark.parametrize(
-    ("final_lengths", "capacity", "groups"),
+    ("requests", "tokens", "places", "pages"),
     [
-        ([], 10, []),
-        ([4, 4, 4], 12, [[0, 1, 2]]),
-        ([4, 4, 4], 11, [[0, 1], [2]]),
-        ([2, 2, 9, 2], 10, [[0, 1], [2], [3]]),  # a cache is as long as its longest
-        ([30, 5], 10, [[0], [1]]),  # one has to go by itself
+        ([Request(20, 64)] * 3, 192, 3, 12),
+        ([Request(20, 64)] * 3, 191, 2, 8),
+        ([Request(3, 16), Request(20, 160)], 32, 1, 10),  # one has to fit
+        ([Request(33, 64, samples=4)], 999, 4, 2 + 4 * 2),  # two pages of the prompt are shared
+        ([Request(1, 16, samples=1000)], 1 << 20, 256, 256),
     ],
 )
-def test_as_many_prompts_together_as_fit_the_cache(
-    final_lengths: list[int], capacity: int, groups: list[list[int]]
+def test_as_many_samples_together_as_fit_the_cache(
+    requests: list[Request], tokens: int, places: int, pages: int
 ) -> None:
-    plain = CacheSize.of(quantised.spec(), torch.float32)
-    assert plain == (0, plain.per_token, plain.per_token), "attention everywhere keeps something per token alone"
-    assert in_groups(final_lengths, capacity, plain) == groups
+    size = CacheSize.of(quantised.spec(), torch.float32)
+    assert size == (0, {0: size.most_per_token}, size.most_per_token), "attention keeps something per token alone"
+    found = CacheShape.of(size, requests, tokens * size.most_per_token)
+    assert found == (places, ((0, pages),), max(-(-one.final // PAGE) for one in requests))
 
 
-def test_a_state_per_sequence_counts() -> None:
-    """Many short prompts over layers that keep a state of each, however short it is."""
-    size = CacheSize(per_sequence=80, per_token=5, most_per_token=20)  # one layer of four keeps keys and values
-    assert in_groups([2] * 9, 20, size) == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
-    assert in_groups([2] * 9, 20, size._replace(per_sequence=0)) == [list(range(9))]
-    assert in_groups([2, 24, 2], 20, size) == [[0, 1], [2]], "200 bytes each, of 400"
+def test_states_and_windows_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caches, "CHUNK", 32)
+    size = CacheSize(per_sequence=80, per_token={0: 5, 40: 5}, most_per_token=20)
+    found = CacheShape.of(size, [Request(100, 1600)] * 9, 20_000)
+    assert found == (2, ((0, 200), (40, 12)), 100), "100 pages each, and 6 for a window of 40 and a pass of 32"
+    larger = found._replace(places=4)
+    assert larger.covers(found) and not found.covers(larger) and found.joined(larger) == larger
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mixers_say_what_their_cache_takes(family: str, dtype: torch.dtype) -> None:
     spec = from_config(tiny.hf_config(family).to_dict(), "x")
-    cache = Cache(spec, [3, 5], 11, torch.device("cpu"), dtype)
-    taken = sum(held.nbytes for layer in cache.layers for held in vars(layer).values())
     size = CacheSize.of(spec, dtype)
-    assert taken == size.bytes(2, 11) and (size.per_sequence > 0) == (family in ("lfm2", "lfm3", "qwen3_5"))
+    shape = CacheShape.of(size, [Request(3, 20), Request(5, 40)], 1 << 40)
+    cache = Cache(spec, shape, torch.device("cpu"), dtype)
+    held = [x for layer in cache.layers for x in vars(layer).values() if isinstance(x, torch.Tensor)]
+    assert sum(x.nbytes for x in held) == shape.bytes(size)
+    assert (size.per_sequence > 0) == (family in ("lfm2", "lfm3", "qwen3_5"))
 
 
 def without_cache(
@@ -104,35 +111,44 @@ def without_cache(
     return draw.draw(logits, sampling.mode, sampling.settings(logits.device), at * 0, at).tokens.tolist()
 
 
-def test_cached_logits_equal_the_whole_texts(ours: oracle.Ours) -> None:
-    """Random texts, token by token over the cache, some leaving it on the way."""
-    texts = [torch.randint(3, tiny.VOCAB, (n,)).tolist() for n in (14, 9, 22, 11)]
-    starts = [3, 1, 12, 2]
+def test_cached_logits_equal_the_whole_texts(ours: oracle.Ours, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random texts: prompts in pieces of 16 tokens, then token by token; pages in any order; one ends on the way."""
+    monkeypatch.setattr(caches, "CHUNK", 16)
+    lengths, starts = (14, 70, 22, 40), (3, 37, 1, 17)
+    texts = [torch.randint(3, tiny.VOCAB, (n,)).tolist() for n in lengths]
     decoder = ours.decoder
     want = [ours.logits([text]) for text in texts]
-    cache = Cache(decoder.spec, starts, 22, decoder.device, decoder.compute)
+    requests = [Request(n + 1, len(text)) for n, text in zip(starts, texts, strict=True)]
+    shape = CacheShape.of(CacheSize.of(decoder.spec, decoder.compute), requests, 1 << 40)
+    cache = Cache(decoder.spec, shape, decoder.device, decoder.compute)
     for layer in cache.layers:
         for stored in vars(layer).values():
-            stored.fill_(1e4)  # what was never written must not be seen
-    with torch.no_grad():
-        packed = torch.tensor([t for text, n in zip(texts, starts, strict=True) for t in text[:n]])
-        positions = torch.cat([torch.arange(n) for n in starts])
-        x = decoder.hidden(packed, decoder.begin(positions, Prefill(cache, tuple(starts))))
-        alive = list(range(4))
-        last = torch.tensor(starts).cumsum(0) - 1
-        rows = decoder.logits(x.index_select(0, last))
-        for step in range(22):
-            for row, index in zip(rows, alive, strict=True):
-                assert (row - want[index][starts[index] + step - 1]).abs().max() < 1e-4
-            going = [i for i, index in enumerate(alive) if starts[index] + step < len(texts[index])]
-            if not going:
-                break
-            alive = [alive[i] for i in going]
-            cache.keep(torch.tensor(going))
-            tokens = torch.tensor([texts[index][starts[index] + step] for index in alive])
-            rows = decoder.logits(decoder.hidden(tokens, decoder.begin(cache.lengths, Decode(cache))))
-            cache.lengths += 1
-    assert step == max(len(text) - n for text, n in zip(texts, starts, strict=True))
+            if isinstance(stored, torch.Tensor):
+                stored.fill_(1e4)  # what was never written must not be seen
+    for pages in cache.free.values():
+        random.Random(0).shuffle(pages)
+    lines = []
+    for one in requests:
+        own = cache.take({window: caches.own_pages(one, window) for window in cache.free})
+        assert own is not None
+        lines.append({window: caches.line_of(one, window, (), pages) for window, pages in own.items()})
+    cache.write_tables(range(4), lines)
+    places = DecodeBatch(decoder, cache, "cpu")
+    for some in passes(
+        [Piece(i, 0, text[:n], len(text)) for i, (text, n) in enumerate(zip(texts, starts, strict=True))]
+    ):
+        places.read(some)
+    for step in range(33):
+        at = torch.tensor(starts) + step
+        live = at < torch.tensor(lengths)
+        at = at * live
+        tokens = torch.tensor([text[int(i)] for text, i in zip(texts, at, strict=True)])
+        with torch.no_grad():
+            decoding = Decode(cache, at, live, torch.tensor(lengths), int(at.max()) + 1)
+            rows = decoder.logits(decoder.hidden(tokens, decoder.begin(at, decoding)))
+        for row, one, i, going in zip(rows, want, at, live, strict=True):
+            assert not going or (row - one[int(i)]).abs().max() < 1e-4
+    assert not (torch.tensor(starts) + 33 < torch.tensor(lengths)).any()
 
 
 @KINDS
@@ -147,28 +163,86 @@ def test_prompts_together_equal_one_by_one(ours: oracle.Ours) -> None:
     assert together == [a[:n] for a, n in zip(alone, cut, strict=True)] and min(cut) < 12
 
 
-class Fixed(TokenStep):
-    """The step as it is captured on CUDA: ended sequences stay in the batch, and their results are not read."""
-
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options | {"fixed": True})
+def drawn(
+    found: oracle.Ours, prompts: list[list[int]], numbers: list[int], budget: int = 1 << 40, ahead: bool = False
+) -> list[list[Token]]:
+    """Hot samples that end at one of many stop tokens, or after 20. `ahead`: as on CUDA, where rounds are queued before
+    the host has seen the last ones, over a few fixed numbers of places."""
+    decoder, sampling = found.decoder, Sampling(20, temperature=1.5, top_p=0.98, seed=9)
+    sampler = sampler_for(decoder, requests_of(decoder, prompts, 20), budget, "cpu")
+    sampler.batch.ahead = ahead
+    answers: list[list[Token]] = [[] for _ in prompts]
+    held = [x for layer in sampler.cache.layers for x in vars(layer).values() if isinstance(x, torch.Tensor)]
+    kept = [(x.data_ptr(), x.shape) for x in held]
+    for fresh in sampler.rounds(prompts, sampling, range(0, tiny.VOCAB, 9)[:60], numbers=numbers):
+        for index, tokens in fresh.items():
+            answers[index] += tokens
+    assert kept == [(x.data_ptr(), x.shape) for x in held], "the memory is the same from beginning to end"
+    assert {w: sorted(pages) for w, pages in sampler.cache.free.items()} == {
+        w: list(range(1, count + 1)) for w, count in sampler.shape.pages
+    }, "every page was given back"
+    return answers
 
 
 @KINDS
-def test_a_step_of_fixed_shape_gives_the_same_text(ours: oracle.Ours, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some end early, at a stop token or at their context's end, and the others do not notice."""
-    long = [3 + i % 200 for i in range(250)]
-    stops = tuple(answer[3] for answer in greedy(ours, PROMPTS[:2], 12))
-    hot = Sampling(max_new_tokens=12, temperature=4.0, seed=3)
+def test_a_sample_is_the_same_alone_and_in_any_batch(ours: oracle.Ours, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a group whose prompt is read once, in a place that others had before, after others ended, and as on CUDA."""
+    monkeypatch.setattr(caches, "CHUNK", 16)
+    long = [3 + i * i % 200 for i in range(45)]
+    prompts = [PROMPTS[1], *[long] * 3, PROMPTS[0], *[PROMPTS[2]] * 4, *[long[:33]] * 2, PROMPTS[3]]
+    numbers = list(range(len(prompts)))
+    alone = [drawn(ours, [prompt], [number])[0] for prompt, number in zip(prompts, numbers, strict=True)]
+    assert len({len(answer) for answer in alone}) > 3, "some end early"
+    assert len({tuple(token.id for token in answer) for answer in alone[1:4]}) > 1
+    size = CacheSize.of(ours.decoder.spec, ours.decoder.compute)
+    most = CacheShape.of(size, requests_of(ours.decoder, prompts, 20), 1 << 40).bytes(size)
+    for budget, ahead in ((1 << 40, False), (most // 3, False), (most // 3, True)):
+        together = drawn(ours, prompts, numbers, budget, ahead)
+        for got, want in zip(together, alone, strict=True):
+            assert [token.id for token in got] == [token.id for token in want]
+            for token, other in zip(got, want, strict=True):
+                assert token[1:] == pytest.approx(other[1:], rel=1e-5, abs=1e-5)
 
-    def texts() -> list[Any]:
-        drawn = generate(ours.decoder, PROMPTS, hot, stops)
-        return [greedy(ours, PROMPTS, 12, stops), greedy(ours, [long, PROMPTS[0]], 20), drawn]
 
-    want = texts()
-    monkeypatch.setattr(generating, "TokenStep", Fixed)
-    assert texts() == want
-    assert len({len(answer) for answer in want[0]}) > 1, "some ended early"
+def test_sampled_log_probabilities_are_those_of_a_forward_pass(ours: oracle.Ours) -> None:
+    (answer,) = drawn(ours, [PROMPTS[2]], [4])
+    text = PROMPTS[2] + [token.id for token in answer]
+    logits = ours.logits([text[:-1]])[len(PROMPTS[2]) - 1 :]
+    for scale, kind in ((1.0, 1), (1.5, 2)):
+        want = torch.log_softmax(logits / scale, -1).gather(1, torch.tensor(text[len(PROMPTS[2]) :])[:, None])
+        assert torch.allclose(torch.tensor([token[kind] for token in answer]), want.squeeze(1), atol=1e-5)
+
+
+def test_a_prompt_of_a_group_is_read_once(llama: oracle.Ours, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caches, "CHUNK", 16)
+    monkeypatch.setattr(caches, "PASS_TOKENS", 40)
+    passes_read: list[list[tuple[int, int]]] = []
+    usual = DecodeBatch.read
+
+    def read(self: DecodeBatch, some: list[Piece]) -> None:
+        passes_read.append([(piece.start, len(piece.tokens)) for piece in some])
+        usual(self, some)
+
+    monkeypatch.setattr(DecodeBatch, "read", read)
+    drawn(llama, [*[[5] * 38] * 6, *[[6] * 20] * 2, [7]], list(range(9)))
+    assert passes_read == [[(0, 16), (0, 16)], [(16, 16)], [(32, 5), (16, 3)]]
+
+
+def test_calls_keep_the_sampler_and_two_at_a_time_do_not_mix(tiny_folder: Any) -> None:
+    run = graftune.open(str(tiny_folder("llama")), compute_dtype="fp32", device="cpu", quiet=True)
+    want = run.generate(["hello", "you"], max_new_tokens=12)
+    kept = run.parts.sampler([[1, 2]], 4)
+    assert run.parts.sampler([[1] * 5], 9) is kept and not kept.busy
+    both = [run.stream(text, max_new_tokens=12) for text in ("hello", "you")]
+    pieces = [[next(one)] for one in both]
+    for got, one in zip(pieces, both, strict=True):
+        got += one
+    assert ["".join(got) for got in pieces] == want
+    begun = run.stream("hello", max_new_tokens=12)
+    next(begun)
+    del begun
+    assert run.generate(["hello", "you"], max_new_tokens=12) == want, "one that is left early frees its places"
+    assert run.parts.sampler([[1] * 200] * 8, 9) is not kept, "a larger one takes its place"
 
 
 @pytest.mark.parametrize("variant", FAMILIES)

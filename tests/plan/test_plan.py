@@ -18,6 +18,7 @@ from graftune.data.dataset import Dataset
 from graftune.data.encoded import Examples
 from graftune.data.pack import Capacities
 from graftune.errors import GraftuneError
+from graftune.infer.cache import CACHE
 from graftune.kernels import attention, nf4
 from graftune.kernels.attention import timing
 from graftune.losses import Anchored, preference
@@ -142,7 +143,8 @@ def test_answers_are_planned(device: str) -> None:
     if device == "cuda":
         assert rehearse(of(recompute="full", evaluates=False, asked=(88,), new_tokens=8)).eager > held
     mixed = rehearse(of(recompute="full", asked=(*(4,) * 12, 88), new_tokens=8, cache_capacity=150))
-    assert mixed.phases["answer"] == few.phases["answer"], "short prompts with the larger cache, a long one to read"
+    more = mixed.phases["answer"][CACHE] - few.phases["answer"][CACHE]
+    assert 0 < more < held, "short prompts beside a long one"
 
 
 def test_passes_of_a_reference_are_planned() -> None:

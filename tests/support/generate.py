@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from graftune.infer.generate import rounds
+from graftune.infer.generate import requests_of, sampler_for
 from graftune.infer.sample import Sampling
 from graftune.model.decoder import Decoder
 
@@ -17,15 +17,18 @@ def generate(
     *,
     adapted: bool = True,
     backend: str = "cpu",
+    budget: int = 1 << 40,
     on_tokens: Callable[[dict[int, int]], None] = lambda new: None,
 ) -> list[list[int]]:
-    """Continuations without their stop token. `backend` is the attention that reads the prompts; `on_tokens` gets
-    {prompt: token} after every round, stop tokens too."""
+    """Continuations without their stop token. `backend` is the attention that reads the prompts, `budget` the bytes
+    of the cache; `on_tokens` gets {prompt: token} after every round, stop tokens too."""
     stops = set(stop_ids) | set(sampling.stop_ids)
     answers: list[list[int]] = [[] for _ in prompts]
-    for fresh in rounds(decoder, prompts, sampling, stop_ids, adapted=adapted, backend=backend):
-        on_tokens({index: token.id for index, token in fresh.items()})
-        for index, token in fresh.items():
-            if token.id not in stops:
-                answers[index].append(token.id)
+    if not prompts:
+        return []
+    sampler = sampler_for(decoder, requests_of(decoder, prompts, sampling.max_new_tokens), budget, backend)
+    for fresh in sampler.rounds(prompts, sampling, stop_ids, adapted=adapted):
+        on_tokens({index: token.id for index, tokens in fresh.items() for token in tokens})
+        for index, tokens in fresh.items():
+            answers[index] += [token.id for token in tokens if token.id not in stops]
     return answers

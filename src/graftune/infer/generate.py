@@ -1,21 +1,32 @@
-"""Generates text: prefills the packed prompts, then computes one token per sequence at a time with the cache.
+"""Continues many prompts: waiting samples take the places of those that have ended, so that a batch never runs for its
+slowest sequence alone.
 
-Several prompts are batched, so that a weight is read once for all of them; a sequence leaves the batch when it ends. On
-CUDA the step to the next token is captured in a graph, because launching its kernels one by one would be host-bound.
+A prompt is read once, however many samples it has (all but its last token, which every sample reads as its first own
+one, so that the first token of a sample is drawn like all others). The samples share its whole pages and copy the last
+one and the states. A sample's random numbers follow from the seed and its own number and position: it is the same in
+any batch.
+
+The host looks at what was drawn every few rounds, and one block of rounds later than it was queued: on CUDA it never
+waits for a round that the device could run meanwhile. On a CPU it looks after every round.
 """
 
 from __future__ import annotations
 
+import functools
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from graftune.errors import GraftuneError
 from graftune.graph import Captured
-from graftune.infer.cache import Cache, CacheSize, Decode, Prefill
+from graftune.infer import cache as caches
+from graftune.infer.cache import Cache, CacheShape, CacheSize, Pages, Request
+from graftune.infer.decode_batch import ROUNDS, STOPS, DecodeBatch, DrawnRounds, Piece, passes
 from graftune.infer.sample import Sampling
-from graftune.kernels import draw
+from graftune.kernels.paged_attention import PAGE
 from graftune.model.decoder import Decoder
 
 
@@ -25,152 +36,267 @@ class Token(NamedTuple):
     sampling_logprob: float = 0.0  # at the sampling temperature over the whole vocabulary; greedy: 0
 
 
-def rounds(
-    decoder: Decoder,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    stop_ids: Sequence[int],
-    *,
-    adapted: bool = True,
-    backend: str = "cpu",
-    ended: Collection[int] = (),
-    numbers: Sequence[int] | None = None,
-) -> Iterator[dict[int, Token]]:
-    """Yields one more token of every unfinished prompt, {prompt: token}, each round; a stop token is a prompt's last. A
-    prompt that the caller adds to `ended` between two rounds gets no more. `numbers`: the number of each sample, from
-    which and the seed its random numbers follow; else 0, 1, 2 ..."""
-    for prompt in prompts:
-        if not 0 < len(prompt) < decoder.spec.max_positions:
-            raise GraftuneError(
-                f"a prompt has {len(prompt)} tokens", fix=f"it needs 1 to {decoder.spec.max_positions - 1} of them"
-            )
-    if not prompts:
-        return
-    device, stops = decoder.device, set(stop_ids) | set(sampling.stop_ids)
-    lengths = [len(p) for p in prompts]
-    final_lengths = final_lengths_of(lengths, sampling.max_new_tokens, decoder.spec.max_positions)
-    settings, samples = sampling.settings(device), torch.tensor(numbers or range(len(prompts)), device=device)
-    positions = torch.tensor(lengths, device=device)
-    cache = Cache(decoder.spec, lengths, max(final_lengths), device, decoder.compute, final_lengths)
-    alive = list(range(len(prompts)))
-    tokens = torch.tensor([t for p in prompts for t in p], device=device)
-    with torch.no_grad():
-        logits = decoder.logits(prefill(decoder, tokens, lengths, cache, backend, adapted=adapted), adapted=adapted)
-    step = TokenStep(decoder, cache, adapted=adapted, fixed=device.type == "cuda")
-    while True:
-        drawn = draw.draw(logits, sampling.mode, settings, samples, positions)
-        chosen, positions = drawn.tokens, positions + 1
-        fresh = {index: Token(*one) for index, *one in zip(alive, *(x.tolist() for x in drawn), strict=True)}
-        yield fresh
-        for index in alive:
-            lengths[index] += 1
-        going = [
-            place
-            for place, index in enumerate(alive)
-            if fresh[index].id not in stops and lengths[index] < final_lengths[index] and index not in ended
-        ]
-        if not going:
-            return
-        if len(going) < len(alive):
-            places = torch.tensor(going, device=device)
-            alive = [alive[place] for place in going]
-            step.keep(places)
-            chosen, samples, positions = (x.index_select(0, places) for x in (chosen, samples, positions))
-        logits = step(chosen)
+@dataclass(eq=False)
+class Prompt:
+    """A prompt and its samples that have not started."""
+
+    tokens: Sequence[int]
+    request: Request
+    waiting: deque[int]
+    unfinished: int
+    pages: Pages = field(default_factory=dict)  # shared by its samples
+    was_read: bool = False
 
 
-class TokenStep:
-    """Computes the next logits of every unfinished sequence: [S] tokens to [S, V] logits.
+@dataclass(eq=False)
+class Running:
+    """A sample that has a place."""
 
-    With `fixed` the step keeps its first shape, and on CUDA it is replayed from a graph from the second call on: ended
-    sequences are still computed, and their tokens are ignored. Otherwise they are removed from the cache.
-    """
+    index: int
+    prompt: Prompt
+    place: int
+    pages: Pages  # its own
+    left: int  # tokens that it can still draw
+    queued: int = 0  # rounds that it takes part in and that the host has not looked at
 
-    def __init__(self, decoder: Decoder, cache: Cache, *, adapted: bool = True, fixed: bool = False):
-        self.decoder, self.cache, self.adapted = decoder, cache, adapted
-        self.rows = cache.sequences  # of the batch: the unfinished sequences
-        self.fixed = FixedStep(decoder, cache, adapted) if fixed else None
-        self.replayed = Captured(self.fixed, enabled=decoder.device.type == "cuda") if self.fixed else None
 
-    def keep(self, places: torch.Tensor) -> None:
-        """Continues only the sequences at these indices of the unfinished ones."""
-        if self.fixed is None:
-            self.cache.keep(places)
+class Sampler:
+    """A cache and the graphs over it. One call at a time uses them; they stay for the next call."""
+
+    def __init__(self, decoder: Decoder, shape: CacheShape, backend: str = "cpu"):
+        self.decoder, self.shape = decoder, shape
+        self.cache = Cache(decoder.spec, shape, decoder.device, decoder.compute)
+        self.batch = DecodeBatch(decoder, self.cache, backend)
+        # Not in the batch, which they refer to: a cycle would keep the cache's memory until the next collection.
+        self.graphs: dict[tuple[int, str, bool], Captured] = {}
+        self.pool = torch.cuda.graph_pool_handle() if self.batch.ahead else None
+        self.waiting: deque[Prompt] = deque()
+        self.running: dict[int, Running] = {}  # by place
+        self.busy = False
+
+    def rounds(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        stop_ids: Sequence[int],
+        *,
+        adapted: bool = True,
+        ended: Collection[int] = (),
+        numbers: Sequence[int] | None = None,
+    ) -> Iterator[dict[int, list[Token]]]:
+        """Yields new tokens, {prompt: tokens}, until every prompt has ended; a stop token is a prompt's last. Equal
+        prompts that follow each other are samples of one prompt. One that the caller adds to `ended` between two yields
+        gets no more. `numbers`: the number of each sample, from which and the seed its random numbers follow; else 0,
+        1, 2 ..."""
+        stops = sorted(set(stop_ids) | set(sampling.stop_ids))
+        if len(stops) > STOPS:
+            raise GraftuneError(f"there are {len(stops)} stop tokens", fix=f"give at most {STOPS}")
+        assert not self.busy, "a sampler continues the prompts of one call at a time"
+        self.busy, numbers = True, numbers or range(len(prompts))
+        try:
+            self.batch.begin(sampling, stops, adapted)
+            self.waiting.extend(prompts_of(prompts, requests_of(self.decoder, prompts, sampling.max_new_tokens)))
+            yield from self._continue(set(stops), numbers, ended)
+        finally:
+            self.waiting.clear()
+            self.running.clear()
+            self.cache.reset()
+            self.busy = False
+
+    def _continue(
+        self, stops: set[int], numbers: Sequence[int], ended: Collection[int]
+    ) -> Iterator[dict[int, list[Token]]]:
+        queued: tuple[DrawnRounds, dict[int, Running]] | None = None
+        while self.waiting or self.running or queued is not None:
+            self.admit(numbers)
+            before, queued = queued, None
+            if self.running and (count := max(one.left - one.queued for one in self.running.values())) > 0:
+                queued = self._queue(count), dict(self.running)
+                if not self.batch.ahead:  # without a stream there is nothing to overlap
+                    before, queued = queued, None
+            if before is not None:
+                fresh = self._look(*before, stops)
+                if fresh:
+                    yield fresh
+                for one in list(self.running.values()):
+                    if one.index in ended:
+                        self.batch.end(one.place)
+                        self._finish(one)
+
+    def admit(self, numbers: Sequence[int]) -> None:
+        """Give free places to waiting samples, in order, and read their prompts."""
+        started = list[Running]()
+        free = [place for place in range(self.shape.places) if place not in self.running]
+        while self.waiting and free:
+            prompt = self.waiting[0]
+            pages = self._take(prompt)
+            if pages is None:
+                assert self.running, "the cache has room for every single sample"
+                break
+            index = prompt.waiting.popleft()
+            left = prompt.request.final - prompt.request.prompt
+            started.append(Running(index, prompt, free.pop(0), pages, left))
+            self.running[started[-1].place] = started[-1]
+            if not prompt.waiting:
+                self.waiting.popleft()
+        if started:
+            self._read_prompts(started)
+            facts = [(one.prompt.tokens[-1], one.prompt.request, numbers[one.index]) for one in started]
+            begun = [(token, request.cached, request.final, number) for token, request, number in facts]
+            self.batch.start([one.place for one in started], begun)
+        size = self.batch.size_for(len(self.running)) if self.running else 0
+        inside = [place for place in range(size) if place not in self.running]
+        moves = list(zip([place for place in sorted(self.running) if place >= size], inside, strict=False))
+        if moves:
+            self.batch.move(moves)
+            for source, target in moves:
+                self.running[target] = self.running.pop(source)
+                self.running[target].place = target
+
+    def _take(self, prompt: Prompt) -> Pages | None:
+        """The pages of one more sample, and those of its prompt if it is the first one."""
+        request, windows = prompt.request, self.cache.free
+        own = self.cache.take({window: caches.own_pages(request, window) for window in windows})
+        if own is None or request.samples == 1 or prompt.pages:
+            return own
+        shared = self.cache.take({window: caches.shared_pages(request, window) for window in windows})
+        if shared is None:
+            self.cache.give(own)
+            return None
+        prompt.pages = shared
+        return own
+
+    def _read_prompts(self, started: Sequence[Running]) -> None:
+        """Fill the cache up to the last token of each sample's prompt."""
+        lines, leaders = list[Pages](), dict[int, Running]()
+        for one in started:
+            request, pages = one.prompt.request, one.prompt.pages
+            lines.append({w: caches.line_of(request, w, pages.get(w, ()), own) for w, own in one.pages.items()})
+            if not one.prompt.was_read:
+                leaders.setdefault(id(one.prompt), one)
+        reading = [one for one in leaders.values() if one.prompt.request.cached]
+        # The first sample's place reads the prompt: into the shared pages if there are other samples.
+        first_lines = [self._line_of_prompt(one) for one in reading]
+        self.cache.write_tables([one.place for one in reading], first_lines)
+        whole = [Piece(one.place, 0, one.prompt.tokens[:-1], one.prompt.request.final) for one in reading]
+        for some in passes(whole):
+            self.batch.read(some)
+        self.cache.write_tables([one.place for one in started], lines)
+        self._share(started, leaders)
+
+    def _line_of_prompt(self, one: Running) -> Pages:
+        request, shared = one.prompt.request, one.prompt.pages
+        if request.samples == 1:
+            return {w: caches.line_of(request, w, (), own) for w, own in one.pages.items()}
+        count = caches.ceil_div(request.cached, PAGE)
+        return {w: [pages[i % len(pages)] for i in range(count)] for w, pages in shared.items()}
+
+    def _share(self, started: Sequence[Running], leaders: dict[int, Running]) -> None:
+        """Copy what samples of one prompt cannot share: the states, and the page that the prompt has begun."""
+        slots, pages = list[tuple[int, int]](), {window: list[tuple[int, int]]() for window in self.cache.tables}
+        empty = [one.place for one in started if not one.prompt.request.cached]
+        if empty:
+            self.cache.clear_(empty)
+        for one in started:
+            prompt, request = one.prompt, one.prompt.request
+            if request.samples == 1 or not request.cached:
+                continue
+            leader = leaders.get(id(prompt))
+            if one is not leader:
+                slots.append((self.cache.spare if leader is None else leader.place, one.place))
+            if request.cached % PAGE:
+                for window, shared in prompt.pages.items():
+                    pages[window].append((shared[request.first_own % len(shared)], one.pages[window][0]))
+        kept = [one for one in leaders.values() if one.prompt.waiting and one.prompt.request.cached]
+        if slots or kept or any(pages.values()):
+            self.cache.copy_([*slots, *((one.place, self.cache.spare) for one in kept)], pages)
+        for one in started:
+            one.prompt.was_read = True
+
+    def _queue(self, wanted: int) -> DrawnRounds:
+        """Queue a block of rounds, of which no sample can use more than `wanted`."""
+        count = min(ROUNDS if self.batch.ahead else 1, wanted)
+        for one in self.running.values():
+            one.queued += count
+        bound = max(one.prompt.request.final - one.left + one.queued for one in self.running.values()) - 1
+        return self.queue_rounds(count, self.batch.size_for(len(self.running)), bound)
+
+    def queue_rounds(self, count: int, size: int, bound: int) -> DrawnRounds:
+        """Over the first `size` places; no sequence has more keys than `bound` in the last of the rounds."""
+        key = size, self.batch.mode, self.batch.adapted
+        if key not in self.graphs:
+            work = functools.partial(self.batch.round, *key)
+            self.graphs[key] = Captured(work, enabled=self.batch.device.type == "cuda", pool=self.pool)
+        self.batch.bound = bound
+        return self.batch.rounds(self.graphs[key], count, size)
+
+    def _look(self, block: DrawnRounds, owners: dict[int, Running], stops: set[int]) -> dict[int, list[Token]]:
+        """What a block has drawn. Samples that have ended leave their places."""
+        block.arrived.synchronize()
+        fresh: dict[int, list[Token]] = {}
+        rounds = block.drawn.tolist()
+        for place, one in owners.items():
+            one.queued -= len(rounds)
+            for tokens, logprobs, sampling_logprobs in rounds:
+                if self.running.get(one.place) is not one or tokens[place] < 0:
+                    break
+                token = Token(int(tokens[place]), logprobs[place], sampling_logprobs[place])
+                fresh.setdefault(one.index, []).append(token)
+                one.left -= 1
+                if token.id in stops or not one.left:
+                    self._finish(one)
+        return fresh
+
+    def _finish(self, one: Running) -> None:
+        del self.running[one.place]
+        self.cache.give(one.pages)
+        one.prompt.unfinished -= 1
+        if not one.prompt.unfinished:
+            self.cache.give(one.prompt.pages)
+
+
+def requests_of(decoder: Decoder, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Request]:
+    """Equal prompts that follow each other are one request."""
+    found, positions = list[Request](), decoder.spec.max_positions
+    for index, prompt in enumerate(prompts):
+        if not 0 < len(prompt) < positions:
+            raise GraftuneError(f"a prompt has {len(prompt)} tokens", fix=f"it needs 1 to {positions - 1} of them")
+        before = prompts[index - 1] if index else None
+        if before is not None and (before is prompt or list(before) == list(prompt)):
+            found[-1] = found[-1]._replace(samples=found[-1].samples + 1)
         else:
-            self.rows = self.rows.index_select(0, places)
-
-    @torch.no_grad()
-    def __call__(self, chosen: torch.Tensor) -> torch.Tensor:
-        if self.fixed is None or self.replayed is None:
-            return _step(self.decoder, chosen, self.cache, self.adapted)
-        self.fixed.tokens.index_copy_(0, self.rows, chosen)
-        self.decoder.bundles.restore_first_blocks()  # training or evaluation may have run since the last token
-        self.replayed()
-        logits = self.fixed.logits
-        assert logits is not None
-        return logits if len(self.rows) == len(logits) else logits.index_select(0, self.rows)
+            found.append(Request(len(prompt), min(len(prompt) + new_tokens, positions)))
+    return found
 
 
-class FixedStep:
-    """The step from one fixed buffer into another, so that it can be captured in a graph."""
-
-    def __init__(self, decoder: Decoder, cache: Cache, adapted: bool):
-        self.decoder, self.cache, self.adapted = decoder, cache, adapted
-        self.tokens = torch.zeros_like(cache.sequences)
-        self.logits: torch.Tensor | None = None
-
-    @torch.no_grad()
-    def __call__(self) -> None:
-        found = _step(self.decoder, self.tokens, self.cache, self.adapted)
-        if self.logits is None:  # at the first call, which is not captured: a graph owns what its capture allocates
-            self.logits = torch.empty_like(found)
-        self.logits.copy_(found)
-        self.cache.lengths.clamp_(max=len(self.cache.token_indices) - 1)  # of sequences that have ended
+def prompts_of(prompts: Sequence[Sequence[int]], requests: Sequence[Request]) -> Iterator[Prompt]:
+    start = 0
+    for request in requests:
+        yield Prompt(prompts[start], request, deque(range(start, start + request.samples)), request.samples)
+        start += request.samples
 
 
-def _step(decoder: Decoder, tokens: torch.Tensor, cache: Cache, adapted: bool) -> torch.Tensor:
-    return decoder.logits(decode(decoder, tokens, cache, adapted=adapted), adapted=adapted)
+def sampler_for(
+    decoder: Decoder, requests: Sequence[Request], budget: int, backend: str, kept: Sampler | None = None
+) -> Sampler:
+    """`kept` if its cache is large enough and free; else a new one, at least as large where the budget allows."""
+    size = CacheSize.of(decoder.spec, decoder.compute)
+    shape = CacheShape.of(size, requests, budget)
+    if kept is not None and kept.shape.covers(shape) and not kept.busy:
+        return kept
+    if kept is not None and kept.shape.joined(shape).bytes(size) <= budget:
+        shape = kept.shape.joined(shape)
+    return Sampler(decoder, shape, backend)
 
 
-@torch.no_grad()
-def prefill(
-    decoder: Decoder, tokens: torch.Tensor, lengths: Sequence[int], cache: Cache, backend: str, *, adapted: bool = True
-) -> torch.Tensor:
-    """Writes the prompts into the cache and returns the residual stream at the last token of each, [S, D]."""
-    positions = torch.cat([torch.arange(n, device=decoder.device) for n in lengths])
-    last = torch.tensor(lengths, device=decoder.device).cumsum(0) - 1
-    run = decoder.begin(positions, Prefill(cache, tuple(lengths), backend), adapted=adapted)
-    return decoder.hidden(tokens, run, last)
-
-
-@torch.no_grad()
-def decode(decoder: Decoder, tokens: torch.Tensor, cache: Cache, *, adapted: bool = True) -> torch.Tensor:
-    """Runs one more token of each sequence, [S] to [S, D]."""
-    x = decoder.hidden(tokens, decoder.begin(cache.lengths, Decode(cache), adapted=adapted))
-    cache.lengths += 1
-    return x
-
-
-def final_lengths_of(lengths: Sequence[int], new_tokens: int, positions: int) -> list[int]:
-    """The most tokens that prompts of these lengths can grow to."""
-    return [min(n + new_tokens, positions) for n in lengths]
-
-
-def in_groups(final_lengths: Sequence[int], capacity: int, size: CacheSize) -> list[list[int]]:
-    """Groups of prompts, by index, that are continued together: as many consecutive ones as fit, at least one. The
-    cache reserves the longest prompt's length for each. It may take as many bytes as `capacity` tokens take if every
-    layer stores their keys and values."""
-    groups: list[list[int]] = []
-    for index, length in enumerate(final_lengths):
-        group = [final_lengths[i] for i in groups[-1]] if groups else []
-        if group and size.bytes(len(group) + 1, max(*group, length)) <= capacity * size.most_per_token:
-            groups[-1].append(index)
-        else:
-            groups.append([index])
-    return groups
-
-
-def cache_capacity(tokens: int, recompute: str) -> int:
-    """The number of tokens in the cache for answers. It takes no more memory than a step of `tokens` tokens; a step
-    that saves its activations takes several times as much per token."""
-    return tokens * (4 if recompute in ("none", "selective") else 1)
+def rehearse(decoder: Decoder, requests: Sequence[Request], budget: int, backend: str) -> None:
+    """Run what needs the most memory: the largest passes over prompts, and one round."""
+    sampler = Sampler(decoder, CacheShape.of(CacheSize.of(decoder.spec, decoder.compute), requests, budget), backend)
+    batch, longest = sampler.batch, sorted(requests, key=lambda one: -one.prompt)[: sampler.shape.places]
+    pieces = [Piece(i, 0, [0] * one.cached, one.final) for i, one in enumerate(longest) if one.cached]
+    found = passes(pieces)
+    for past in (False, True):
+        some = [one for one in found if bool(one[0].start) == past]
+        if some:
+            batch.read(max(some, key=lambda one: sum(len(piece.tokens) for piece in one)))
+    sampler.queue_rounds(1, sampler.shape.places, max(one.final for one in requests))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
@@ -147,6 +147,12 @@ def _rehearsal(x: torch.Tensor) -> rehearsal.Rehearsal | None:
 
 def _about(device: torch.device) -> rehearsal.Device | None:
     return rehearsal.device() if device.type == "meta" else None
+
+
+def uploaded(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64 on the device. The host does not wait for it: the copy is from pinned memory."""
+    made = torch.tensor(values, dtype=torch.int64)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 
 def power_of_two(n: int, least: int = 1) -> int:

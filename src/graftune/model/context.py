@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -12,6 +12,8 @@ import torch
 from graftune import graph, spans
 from graftune.kernels import dropout as dropouts
 from graftune.kernels.attention import Documents
+from graftune.kernels.paged_attention import PagedKeys
+from graftune.kernels.short_conv import Columns
 
 
 class LayerInputs(Protocol):
@@ -31,21 +33,47 @@ class LayerInputs(Protocol):
         ...
 
 
-class LayerCache(Protocol):
-    """What generation keeps of one layer's past; the layer's mixer makes it, fills it and reads it."""
+Copy = tuple[torch.Tensor, torch.Tensor]  # from these, to these: indices of the same number
 
-    def keep(self, sequences: torch.Tensor) -> None:
-        """Drop all sequences but these."""
+
+class LayerCache(Protocol):
+    """What generation keeps of one layer's past; the layer's mixer makes it, fills it and reads it. A sequence that is
+    being generated has a slot for states, and pages of rows for keys and values."""
+
+    def copy_(self, slots: Copy, rows: Mapping[int, Copy]) -> None:
+        """Copy the states of slots; and the rows that layers with a window (0: none) keep."""
+        ...
+
+    def clear_(self, slots: torch.Tensor) -> None:
+        """Make slots those of sequences that have no past."""
         ...
 
 
 class Past(Protocol):
-    """The past of the sequences that are being generated (infer/cache.py)."""
+    """The past of the sequences in a pass of generation (infer/cache.py)."""
 
-    layers: list[LayerCache]
-    lengths: torch.Tensor  # [S], tokens of each that are in the cache
-    sequences: torch.Tensor  # [S], 0, 1, 2 ...
-    token_indices: torch.Tensor  # [capacity], 0, 1, 2 ...
+    @property
+    def layers(self) -> Sequence[LayerCache | None]:
+        """None: the layer keeps nothing."""
+        ...
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """Of packed documents, [S]; with one new token a sequence they are 0, 1, 2 ..."""
+        ...
+
+    @property
+    def new(self) -> bool:
+        """Whether packed documents have no past."""
+        ...
+
+    def paged(self, window: int) -> PagedKeys:
+        """The keys of layers with this window."""
+        ...
+
+    def columns(self, reach: int) -> Columns:
+        """How packed documents are joined with as many columns before them, of a convolution."""
+        ...
 
 
 class Sequences(Protocol):

@@ -52,13 +52,14 @@ class Decoder:
         side_streams: SideStreams | None = None,
     ) -> PassContext:
         """What the blocks share in one forward: rotary tables, which tokens belong together, adapters on or off."""
-        tables, documents = [], sequences.documents
+        tables, documents, past = [], sequences.documents, sequences.past
+        bound = None if documents is None or (past is not None and not past.new) else documents.longest
         for kind in self.ropes:
             frequencies = kind.frequencies
             if kind.far is not None:
                 is_far = (sequences.final_lengths(positions) > kind.limit).unsqueeze(1)
                 frequencies = torch.where(is_far, kind.far, frequencies)
-            q_scale = kind.q_scale(positions, None if documents is None else documents.longest)
+            q_scale = kind.q_scale(positions, bound)
             tables.append(RopeTables(*rope.tables(positions, frequencies, kind.scaling), q_scale))
         return PassContext(tuple(tables), positions, sequences, adapted, dropout, side_streams)
 

@@ -218,16 +218,20 @@ class PartSpec:
 
 class CacheBytes(NamedTuple):
     per_sequence: int  # however long it is
-    per_token: int  # of every sequence's capacity
+    per_token: int
+    window: int = 0  # tokens that are kept at most, beside those of a pass; 0: all
 
 
 class MixerSpec(PartSpec):
-    def new_cache(self, sequences: int, capacity: int, device: torch.device, dtype: torch.dtype) -> LayerCache:
-        """What generation keeps of a layer's past, for so many sequences of at most `capacity` tokens."""
+    def new_cache(
+        self, slots: int, rows: Mapping[int, int], device: torch.device, dtype: torch.dtype
+    ) -> LayerCache | None:
+        """What generation keeps of a layer's past, for so many slots and, by window, rows of keys and values. None: the
+        layer keeps nothing, because it reads what another layer keeps."""
         raise NotImplementedError
 
     def cache_bytes(self, dtype: torch.dtype) -> CacheBytes:
-        """What `new_cache` takes of memory."""
+        """What `new_cache` takes of memory for a slot and for a row."""
         raise NotImplementedError
 
 

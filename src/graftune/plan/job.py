@@ -19,7 +19,7 @@ from graftune.arithmetic import ceil_div
 from graftune.batch import PLAIN, BatchLayout, Example
 from graftune.data.pack import TILE, Capacities, ahead_capacities
 from graftune.errors import GraftuneError
-from graftune.infer.generate import cache_capacity
+from graftune.infer.cache import cache_capacity
 from graftune.kernels.rehearsal import META, Launched, Rehearsal, rehearsing
 from graftune.losses import Loss, choose
 from graftune.model.spec import ModelSpec

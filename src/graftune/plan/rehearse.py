@@ -26,8 +26,8 @@ from graftune.batch import PLAIN, BatchLayout, Field, PackedBatch
 from graftune.data.pack import Capacities
 from graftune.dist.shard import Shards
 from graftune.errors import GraftuneError
-from graftune.infer.cache import Cache, CacheSize
-from graftune.infer.generate import TokenStep, final_lengths_of, in_groups, prefill
+from graftune.infer import generate
+from graftune.infer.cache import CACHE, CacheSize, Request
 from graftune.kernels import attention, launch, rehearsal
 from graftune.kernels.rehearsal import LOGITS, META, SAVED, WORKSPACES, Device, Launched, Rehearsal, rehearsing
 from graftune.losses import CrossEntropy, Loss, reference_log_probs, stores_reference
@@ -45,7 +45,7 @@ from graftune.weights.base import Base
 from graftune.weights.placement import Placement
 
 POOLS, BUFFERS = "graph pools", "buffers of fetched blocks"
-OWNERS = ("base", BUFFERS, "adapters", "gradients", "moments", SAVED, SCRATCH, LOGITS, WORKSPACES)
+OWNERS = ("base", BUFFERS, "adapters", "gradients", "moments", SAVED, SCRATCH, LOGITS, CACHE, WORKSPACES)
 
 
 @dataclass(frozen=True)
@@ -298,18 +298,8 @@ def _evaluate(parts: Parts, batch: PackedBatch, setup: Setup) -> None:
 
 
 def _answer(parts: Parts, setup: Setup) -> None:
-    """Prefill the groups of prompts with the largest cache and with the most tokens, and generate a token of each."""
-    runtime, decoder, spec = parts.runtime, parts.decoder, parts.decoder.spec
-    final_lengths = final_lengths_of(setup.asked, setup.new_tokens, spec.max_positions)
-    size = CacheSize.of(spec, decoder.compute)
-    groups = in_groups(final_lengths, setup.cache_capacity, size)
-    largest = max(groups, key=lambda group: size.bytes(len(group), max(final_lengths[i] for i in group)))
-    fullest = max(groups, key=lambda group: sum(setup.asked[i] for i in group))
-    for group in (largest, fullest) if fullest is not largest else (largest,):
-        lengths, longest = [setup.asked[i] for i in group], max(final_lengths[i] for i in group)
-        cache = Cache(spec, lengths, longest, runtime.device, decoder.compute)
-        with torch.no_grad():
-            tokens = torch.zeros(sum(lengths), dtype=torch.int64, device=runtime.device)
-            decoder.logits(prefill(decoder, tokens, lengths, cache, parts.eager_attention))
-            TokenStep(decoder, cache, fixed=launch.on_gpu(runtime.device))(tokens[: len(lengths)])
-        del cache, tokens
+    """Read the prompts and draw a token of each, with as many of them at once as fit the cache."""
+    decoder = parts.decoder
+    requests = [Request(n, min(n + setup.new_tokens, decoder.spec.max_positions)) for n in setup.asked]
+    budget = setup.cache_capacity * CacheSize.of(decoder.spec, decoder.compute).most_per_token
+    generate.rehearse(decoder, requests, budget, parts.eager_attention)

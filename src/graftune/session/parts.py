@@ -20,8 +20,8 @@ from graftune.data.loader import Loader
 from graftune.data.pack import Capacities
 from graftune.dist.world import World
 from graftune.errors import GraftuneError
-from graftune.infer.cache import CacheSize
-from graftune.infer.generate import cache_capacity, final_lengths_of, in_groups
+from graftune.infer.cache import CacheSize, cache_capacity
+from graftune.infer.generate import Sampler, requests_of, sampler_for
 from graftune.kernels import attention, launch, rehearsal
 from graftune.kernels.attention import Choice
 from graftune.losses import CrossEntropy, Loss, choose
@@ -48,6 +48,7 @@ from graftune.weights.placement import Placement
 
 UNPLANNED = 1024  # tokens of a micro-batch if memory is not planned
 CACHED = 8192  # without a planned step, the cache may take as much memory as a step of this many tokens
+CACHE_SHARE = 0.4  # or this share of the free memory of a GPU
 
 
 # Settings that decide the batches of a session; its saved state has them.
@@ -133,6 +134,7 @@ class Parts:
     closed: bool = field(default=False, init=False)
     _reported: set[str] = field(default_factory=set, init=False)  # notes that were reported already
     shapes: dict[str, Capacities] = field(default_factory=dict, init=False)  # fixed ones, by their kind of data
+    _sampler: Sampler | None = field(default=None, init=False)
 
     @classmethod
     def wired(
@@ -283,16 +285,33 @@ class Parts:
             **({} if self.world is None else {"gather": self.world.gather}),
         )
 
-    def groups_of(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
-        """Group the numbers of prompts that are continued together: as many consecutive ones as fit the cache."""
-        settings = self.config.train
-        final_lengths = final_lengths_of([len(prompt) for prompt in prompts], new_tokens, self.base.spec.max_positions)
-        capacity = cache_capacity(settings.tokens_per_micro_batch or CACHED, settings.recompute)
-        return in_groups(final_lengths, capacity, CacheSize.of(self.base.spec, self.decoder.compute))
+    def sampler(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Sampler:
+        """The sampler for a call. It is kept for later calls, with its cache and its graphs."""
+        requests = requests_of(self.decoder, prompts, new_tokens)
+        backend = self.eager_attention
+        found = sampler_for(self.decoder, requests, self.cache_budget, backend, self._sampler)
+        if self._sampler is None or not self._sampler.busy:
+            self._sampler = found
+        return found
+
+    def free_cache(self) -> None:
+        """Free the memory of generation."""
+        self._sampler = None
+
+    @property
+    def cache_budget(self) -> int:
+        """Bytes that generation may keep: those of the plan, if there is one."""
+        settings, size = self.config.train, CacheSize.of(self.base.spec, self.decoder.compute)
+        tokens = settings.tokens_per_micro_batch
+        budget = cache_capacity(tokens or CACHED, settings.recompute) * size.most_per_token
+        if tokens or self.runtime.device.type != "cuda":
+            return budget
+        return max(budget, int(CACHE_SHARE * torch.cuda.mem_get_info(self.runtime.device)[0]))
 
     def close(self) -> None:
         """Free the model and the device's memory."""
         self.closed = True
+        self.free_cache()
         for name in ("pipeline", "step", "decoder", "arena"):
             vars(self).pop(name, None)
         if self.runtime.device.type == "cuda":

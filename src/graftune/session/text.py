@@ -1,7 +1,7 @@
 """Draws samples with log-probabilities and stop strings, and computes the log-probabilities of given answers.
 
-Prompts are continued together, as many as fit the cache. With stop strings or streaming, text is decoded token by
-token: an incomplete character, and the beginning of a possible stop string, are held back.
+Prompts are continued together, as many at a time as fit the cache. With stop strings or streaming, text is decoded
+token by token: an incomplete character, and the beginning of a possible stop string, are held back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from graftune.data.roles import with_known_roles
 from graftune.data.row import Refusal
 from graftune.data.template import stop_ids, usable_format
 from graftune.errors import GraftuneError
-from graftune.infer.generate import Token, rounds
+from graftune.infer.generate import Token
 from graftune.infer.sample import Sampling
 from graftune.session.arguments import Conversation
 from graftune.session.parts import Parts
@@ -107,31 +107,26 @@ def stream(
     """Yields (prompt, new text, its Sample once it is complete); with `reads`, text comes piece by piece. `on_progress`
     is called after every token with the number of prompts that are done."""
     ending = (*parts.tokenizer.stop_ids, *sampling.stop_ids)
-    for group in parts.groups_of(prompts, sampling.max_new_tokens):
-        answers = [Draft(parts.tokenizer, ending, stop, reads) for _ in group]
-        ended: set[int] = set()
-        for fresh in rounds(
-            parts.decoder,
-            [prompts[i] for i in group],
-            sampling,
-            ending,
-            adapted=adapted,
-            backend=parts.eager_attention,
-            ended=ended,
-            numbers=group,
-        ):
-            on_progress(group[-1] + 1 - len(fresh))
-            for index, token in fresh.items():
-                text = answers[index].push(token)
-                if answers[index].stopped:
-                    ended.add(index)
-                    yield group[index], text, answers[index].sample(logprobs)
-                elif text:
-                    yield group[index], text, None
-        for index, answer in enumerate(answers):
-            if index not in ended:
-                yield group[index], answer.finish(), answer.sample(logprobs)
-        on_progress(group[-1] + 1)
+    answers = [Draft(parts.tokenizer, ending, stop, reads) for _ in prompts]
+    most = [min(sampling.max_new_tokens, parts.base.spec.max_positions - len(prompt)) for prompt in prompts]
+    ended: set[int] = set()
+    if not prompts:
+        return
+    sampler = parts.sampler(prompts, sampling.max_new_tokens)
+    for fresh in sampler.rounds(prompts, sampling, ending, adapted=adapted, ended=ended):
+        for index, tokens in fresh.items():
+            answer, pieces = answers[index], list[str]()
+            for token in tokens:
+                if not answer.stopped:
+                    pieces.append(answer.push(token))
+            if not answer.stopped and len(answer.tokens) == most[index]:
+                pieces.append(answer.finish())
+            if answer.stopped:
+                ended.add(index)
+                yield index, "".join(pieces), answer.sample(logprobs)
+            elif any(pieces):
+                yield index, "".join(pieces), None
+        on_progress(len(ended))
 
 
 def sampled(

@@ -90,6 +90,7 @@ class Evaluation(Hook):
                 state.stop.interruptible(),
             ):
                 answers = metric.answers(state.parts, adapted=True, between=between)
+                state.parts.free_cache()
         with state.ranks.busy("computing the metric"), state.pausing_steps("metric"):
             return Scores(**state.ranks.from_lead(lambda: asdict(metric.scores(answers, state.check_stop_alone))))
 

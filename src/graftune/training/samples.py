@@ -124,6 +124,7 @@ class Samples(Hook):
         if full and not self.base_answers and not state.progress.step:
             with state.ranks.busy("asking the base"):
                 self._ask_base(state)
+                state.parts.free_cache()
 
     def due(self, state: RunState) -> bool:
         every, step = state.config.run.sample_every, state.progress.step
@@ -151,6 +152,7 @@ class Samples(Hook):
         more = {} if self.base_answers else self.questions.texts
         log = state.report.log
         log.emit("sample", step=state.progress.step, answers=tuned, shown=self.questions.shown, **more)
+        state.parts.free_cache()
         return tuned
 
     def _ask_base(self, state: RunState) -> None:

@@ -1,8 +1,8 @@
 """Attention of new tokens over keys and values in pages, for generation. See reference.py for the formulas.
 
 keys and values [R, K, H] are the pool of a layer: a page is `PAGE` consecutive rows. The pages of sequence i are those
-of table[i] in order: its key at position p is row table[i, p // PAGE] * PAGE + p % PAGE. Page 0 is nobody's: what a
-sequence that has ended computes is written there.
+of table[i] in order: its key at position p is row table[i, p // PAGE] * PAGE + p % PAGE. Page 0 belongs to no
+sequence: what a sequence that has ended computes is written there.
 
     store_    writes the keys and values of new tokens to their rows
     forward   q [T, N, H] of the new tokens, over all keys up to each token's own (or as many as a window reaches)

@@ -58,16 +58,16 @@ def _attend(
     hidden = hidden.repeat_interleave(group, 1) if group > 1 else hidden
     v = v.masked_fill((at > positions[:, -1:]).transpose(1, 2).unsqueeze(-1), 0.0)  # free rows may hold anything
     for head in range(key_heads):
-        mine = slice(head * group, (head + 1) * group)
-        scores = (q[:, :, mine].reshape(sequences, -1, width) @ k[:, :, head].transpose(1, 2)).float() * scale
+        of_head = slice(head * group, (head + 1) * group)
+        scores = (q[:, :, of_head].reshape(sequences, -1, width) @ k[:, :, head].transpose(1, 2)).float() * scale
         if cap:
             scores = torch.tanh(scores / cap) * cap
         scores = scores.masked_fill(hidden, float("-inf"))
         if sinks is not None:
-            column = sinks[mine].repeat(new).view(1, -1, 1).expand(sequences, -1, -1)
+            column = sinks[of_head].repeat(new).view(1, -1, 1).expand(sequences, -1, -1)
             scores = torch.cat((scores, column), -1)
         shares = torch.softmax(scores, -1)[..., : len(at)].to(v.dtype)
-        out[:, :, mine] = (shares @ v[:, :, head]).view(sequences, new, group, width)
+        out[:, :, of_head] = (shares @ v[:, :, head]).view(sequences, new, group, width)
 
 
 def _gathered(pool: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,9 @@ import torch
 
 from graftune.kernels import launch
 from graftune.kernels.short_conv import reference
+from graftune.kernels.short_conv.columns import Columns
 
-__all__ = ["backward", "forward", "silu_backward", "silu_forward", "silu_step_", "step_"]
+__all__ = ["Columns", "backward", "forward", "silu_backward", "silu_forward", "silu_step_", "step_"]
 
 
 @launch.operation("convolution")

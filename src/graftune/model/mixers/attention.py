@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graftune.kernels import attention, output_gate, rope
-from graftune.model.context import LayerCache, PassContext, Sequences
+from graftune.kernels import attention, output_gate, paged_attention, rope
+from graftune.model.context import PassContext, Sequences
 from graftune.model.frozen import row_stride
-from graftune.model.mixers.key_values import KeyValues, NoCache, SharedKeys, add_grads, take_grads
+from graftune.model.mixers.key_values import KeyValues, SharedKeys, add_grads, take_grads
 from graftune.model.part import (
     AttentionShape,
     Bias,
@@ -189,13 +189,16 @@ class AttentionSpec(MixerSpec):
             keys_from=self.keys_from,
         )
 
-    def new_cache(self, sequences: int, capacity: int, device: torch.device, dtype: torch.dtype) -> LayerCache:
+    def new_cache(
+        self, slots: int, rows: Mapping[int, int], device: torch.device, dtype: torch.dtype
+    ) -> KeyValues | None:
         if self.keys_from is not None:
-            return NoCache()
-        return KeyValues((sequences, self.kv_heads, capacity, self.head_width), device, dtype)
+            return None
+        return KeyValues(self.window, (rows[self.window], self.kv_heads, self.head_width), device, dtype)
 
     def cache_bytes(self, dtype: torch.dtype) -> CacheBytes:
-        return CacheBytes(0, 2 * self.kv_heads * self.head_width * dtype.itemsize if self.keys_from is None else 0)
+        heads = self.kv_heads if self.keys_from is None else 0
+        return CacheBytes(0, 2 * heads * self.head_width * dtype.itemsize, self.window)
 
 
 class OwnBackend(NamedTuple):
@@ -379,17 +382,15 @@ class Attention(Mixer[AttentionSaved]):
         """Writes out [T, N, H], whose tokens may have a row stride; returns statistics for the backward."""
         past, documents = sequences.past, sequences.documents
         if past is not None:
-            own = self.keys_from is None
             cache = past.layers[self.layer if self.keys_from is None else self.keys_from]
             assert isinstance(cache, KeyValues)
-            if documents is None:
-                if own:
-                    cache.append(k, v, past)
-                cache.attend(self, q, out, past)
+            paged = past.paged(cache.window)
+            if self.keys_from is None:
+                paged_attention.store_(k, v, cache.keys, cache.values, paged.rows)
+            if documents is None or not past.new:
+                how = self.score_scale, self.window, out, self.score_cap, self.sinks.value
+                paged_attention.forward(q, cache.keys, cache.values, paged, *how)
                 return out.new_empty(0)
-            assert documents.lengths is not None
-            if own:
-                cache.fill(k, v, documents.lengths)
         assert documents is not None
         window, backend = self._how(sequences, documents)
         more = out, self.score_cap, self.sinks.value

@@ -18,13 +18,14 @@ columns of the convolution, S sequences.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from graftune.kernels import delta_gates, gated_delta, gated_norm, short_conv
-from graftune.model.context import PassContext
+from graftune.model.context import Copy, PassContext
 from graftune.model.part import (
     CacheBytes,
     FileOrder,
@@ -174,8 +175,8 @@ class GatedDeltaSpec(MixerSpec):
             norm_eps=self.norm_eps,
         )
 
-    def new_cache(self, sequences: int, capacity: int, device: torch.device, dtype: torch.dtype) -> DeltaState:
-        return DeltaState(sequences, self.taps, self.heads, device, dtype)
+    def new_cache(self, slots: int, rows: Mapping[int, int], device: torch.device, dtype: torch.dtype) -> DeltaState:
+        return DeltaState(slots, self.taps, self.heads, device, dtype)
 
     def cache_bytes(self, dtype: torch.dtype) -> CacheBytes:
         columns = (self.taps - 1) * self.heads.convolved * dtype.itemsize
@@ -293,30 +294,50 @@ class GatedDelta(Mixer[GatedDeltaSaved]):
         if documents is None:
             assert cache is not None
             qkv, decay, beta = self._rule_inputs(inputs, ctx, cache)
-            gated_delta.step_(*self._split(qkv), decay, beta, cache.state, self.scale, self._by_head(mixed), self.tiled)
+            state = cache.state[: len(product)]
+            gated_delta.step_(*self._split(qkv), decay, beta, state, self.scale, self._by_head(mixed), self.tiled)
             return mixed, ()
-        qkv, decay, beta = self._rule_inputs(inputs, ctx)
-        rule, state = gated_delta.forward(
-            *self._split(qkv), decay, beta, documents, self.scale, self._by_head(mixed), None, cache is not None,
+        qkv, decay, beta = self._rule_inputs(inputs, ctx, cache)
+        before = None if past is None or cache is None or past.new else cache.state.index_select(0, past.slots)
+        rule, after = gated_delta.forward(
+            *self._split(qkv), decay, beta, documents, self.scale, self._by_head(mixed), before, cache is not None,
             self.tiled,
         )  # fmt: skip
-        if cache is not None:
-            assert documents.lengths is not None and state is not None
-            cache.fill(inputs.qkv, state, documents.lengths)
+        if past is not None and cache is not None:
+            assert after is not None
+            cache.state.index_copy_(0, past.slots, after)
         return mixed, rule
 
     def _rule_inputs(
         self, inputs: DeltaInputs, ctx: PassContext, cache: DeltaState | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and v behind the convolution [T, C], decay and beta [T, V] fp32. `cache`: one new token a sequence."""
+        """q, k and v behind the convolution [T, C], decay and beta [T, V] fp32. Generation has a cache."""
         qkv = torch.empty(inputs.qkv.shape, dtype=inputs.qkv.dtype, device=inputs.qkv.device)
-        if cache is None:
-            short_conv.silu_forward(inputs.qkv, self.taps, ctx.positions, qkv)
+        if cache is not None:
+            self._convolve(inputs.qkv, qkv, cache, ctx)
         else:
-            short_conv.silu_step_(inputs.qkv, self.taps, cache.columns, qkv)
+            short_conv.silu_forward(inputs.qkv, self.taps, ctx.positions, qkv)
         decay, beta = (torch.empty(inputs.a.shape, dtype=torch.float32, device=qkv.device) for _ in range(2))
         delta_gates.forward(inputs.a, inputs.b, self.a_log, self.dt_bias, decay, beta)
         return qkv, decay, beta
+
+    def _convolve(self, read: torch.Tensor, qkv: torch.Tensor, cache: DeltaState, ctx: PassContext) -> None:
+        """The convolution over new tokens of generation and the columns before them, which it replaces."""
+        past = ctx.sequences.past
+        assert past is not None
+        if ctx.sequences.documents is None:
+            short_conv.silu_step_(read, self.taps, cache.columns[: len(read)], qkv)
+            return
+        columns, before = past.columns(self.taps.shape[1] - 1), cache.columns.index_select(0, past.slots)
+        before = torch.zeros_like(before) if past.new else before
+        cache.columns.index_copy_(0, past.slots, columns.last_of(read, before))
+        if past.new:
+            short_conv.silu_forward(read, self.taps, ctx.positions, qkv)
+            return
+        joined = columns.join(read, before)
+        out = torch.empty_like(joined)
+        short_conv.silu_forward(joined, self.taps, columns.positions, out)
+        qkv.copy_(out.index_select(0, columns.tokens))
 
     def _inputs(self, product: torch.Tensor) -> DeltaInputs:
         """Of the product, or of its gradient."""
@@ -338,23 +359,17 @@ class GatedDelta(Mixer[GatedDeltaSaved]):
 
 class DeltaState:
     """What generation keeps of a layer: the last columns before the convolution, oldest first and zeros before the
-    beginning of a sequence, [S, taps - 1, C], and the state [S, V, D, E] in fp32."""
+    beginning of a sequence, [slots, taps - 1, C], and the state [slots, V, D, E] in fp32."""
 
-    def __init__(self, sequences: int, taps: int, heads: DeltaHeads, device: torch.device, dtype: torch.dtype):
-        self.columns = torch.zeros(sequences, taps - 1, heads.convolved, device=device, dtype=dtype)
-        shape = (sequences, heads.value_heads, heads.key_width, heads.value_width)
+    def __init__(self, slots: int, taps: int, heads: DeltaHeads, device: torch.device, dtype: torch.dtype):
+        self.columns = torch.zeros(slots, taps - 1, heads.convolved, device=device, dtype=dtype)
+        shape = (slots, heads.value_heads, heads.key_width, heads.value_width)
         self.state = torch.zeros(shape, device=device, dtype=torch.float32)
 
-    def keep(self, sequences: torch.Tensor) -> None:
-        self.columns = self.columns.index_select(0, sequences)
-        self.state = self.state.index_select(0, sequences)
+    def copy_(self, slots: Copy, rows: Mapping[int, Copy]) -> None:
+        for held in (self.columns, self.state):
+            held.index_copy_(0, slots[1], held.index_select(0, slots[0]))
 
-    def fill(self, qkv: torch.Tensor, state: torch.Tensor, lengths: tuple[int, ...]) -> None:
-        """From the packed prompts' columns [T, C] and the states behind them."""
-        self.state.copy_(state)
-        self.columns.zero_()
-        end, reach = 0, self.columns.shape[1]
-        for sequence, length in enumerate(lengths):
-            end += length
-            count = min(length, reach)
-            self.columns[sequence, reach - count :] = qkv[end - count : end]
+    def clear_(self, slots: torch.Tensor) -> None:
+        for held in (self.columns, self.state):
+            held.index_fill_(0, slots, 0.0)

@@ -1,70 +1,34 @@
-"""Keys and values outside their layer: those of the past that generation keeps, with attention of one new token over
-them, and those that later layers of a pass share.
+"""Keys and values outside their layer: those of the past that generation keeps, in the rows of a pool whose pages the
+sequences have (kernels/paged_attention), and those that later layers of a pass share.
 
-Legend: T tokens, N heads, K key heads, H head width, S sequences.
+Legend: T tokens, R rows, K key heads, H head width.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
 from graftune.kernels.rope.reference import added_up
-from graftune.model.context import PassContext, Past
-
-if TYPE_CHECKING:
-    from graftune.model.mixers.attention import Attention
+from graftune.model.context import Copy, PassContext
 
 
 class KeyValues:
-    """Keys and values of one layer while text is generated: [S, K, capacity, H], each sequence filled up to its own
-    length."""
+    """Keys and values of one layer, [R, K, H]."""
 
-    def __init__(self, shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype):
+    def __init__(self, window: int, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype):
+        self.window = window
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
 
-    def keep(self, sequences: torch.Tensor) -> None:
-        self.keys = self.keys.index_select(0, sequences)
-        self.values = self.values.index_select(0, sequences)
+    def copy_(self, slots: Copy, rows: Mapping[int, Copy]) -> None:
+        source, target = rows[self.window]
+        for held in (self.keys, self.values):
+            held.index_copy_(0, target, held.index_select(0, source))
 
-    def fill(self, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...]) -> None:
-        """The packed prompts' [T, K, H]."""
-        start = 0
-        for sequence, length in enumerate(lengths):
-            for stored, fresh in ((self.keys, k), (self.values, v)):
-                stored[sequence, :, :length] = fresh[start : start + length].transpose(0, 1)
-            start += length
-
-    def append(self, k: torch.Tensor, v: torch.Tensor, past: Past) -> None:
-        """One new token a sequence."""
-        self.keys[past.sequences, :, past.lengths] = k
-        self.values[past.sequences, :, past.lengths] = v
-
-    def attend(self, of: Attention, q: torch.Tensor, out: torch.Tensor, past: Past) -> None:
-        """One new token a sequence, each seeing its own past and itself."""
-        (heads, key_heads, width), lengths = of.heads, past.lengths
-        grouped = q.reshape(-1, key_heads, heads // key_heads, width)
-        scores = (grouped @ self.keys.transpose(2, 3)).float() * of.score_scale
-        if of.score_cap:
-            scores = torch.tanh(scores / of.score_cap) * of.score_cap
-        hidden = past.token_indices > lengths[:, None]
-        if of.window:
-            hidden |= past.token_indices <= lengths[:, None] - of.window
-        scores.masked_fill_(hidden[:, None, None], float("-inf"))
-        if of.sinks.value is not None:
-            column = of.sinks.value.view(key_heads, -1, 1).expand(len(scores), -1, -1, -1)
-            shares = torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
-        else:
-            shares = torch.softmax(scores, -1)
-        out.copy_((shares.to(q.dtype) @ self.values).reshape(-1, heads, width))
-
-
-class NoCache:
-    """Of a layer that uses the keys and values of an earlier one."""
-
-    def keep(self, sequences: torch.Tensor) -> None: ...
+    def clear_(self, slots: torch.Tensor) -> None: ...
 
 
 class SharedKeys(NamedTuple):

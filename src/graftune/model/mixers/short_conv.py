@@ -10,13 +10,14 @@ Legend: T tokens, D width, K taps, S sequences.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from graftune.kernels import short_conv
-from graftune.model.context import PassContext
+from graftune.model.context import Copy, PassContext
 from graftune.model.part import CacheBytes, Mixer, MixerSpec, PartInput, PartPlacer, SavedInput
 from graftune.model.projection import Projection, ReadyGrad
 
@@ -55,8 +56,8 @@ class ShortConvSpec(MixerSpec):
             grad_taps=None if grad is None else grad[:, 0],
         )
 
-    def new_cache(self, sequences: int, capacity: int, device: torch.device, dtype: torch.dtype) -> LastValues:
-        return LastValues((sequences, self.taps - 1, self.width), device, dtype)
+    def new_cache(self, slots: int, rows: Mapping[int, int], device: torch.device, dtype: torch.dtype) -> LastValues:
+        return LastValues((slots, self.taps - 1, self.width), device, dtype)
 
     def cache_bytes(self, dtype: torch.dtype) -> CacheBytes:
         return CacheBytes((self.taps - 1) * self.width * dtype.itemsize, 0)
@@ -116,32 +117,36 @@ class ShortConv(Mixer[ShortConvSaved]):
 
     def _mix(self, bcx: torch.Tensor, mixed: torch.Tensor, ctx: PassContext) -> None:
         past, documents = ctx.sequences.past, ctx.sequences.documents
-        if past is not None:
-            cache = past.layers[self.layer]
-            assert isinstance(cache, LastValues)
-            if documents is None:
-                short_conv.step_(bcx, self.taps, cache.values, mixed)
-                return
-            assert documents.lengths is not None
-            cache.fill(bcx, documents.lengths)
-        short_conv.forward(bcx, self.taps, ctx.positions, mixed)
+        if past is None:
+            short_conv.forward(bcx, self.taps, ctx.positions, mixed)
+            return
+        cache = past.layers[self.layer]
+        assert isinstance(cache, LastValues)
+        if documents is None:
+            short_conv.step_(bcx, self.taps, cache.values[: len(bcx)], mixed)
+            return
+        columns, before = past.columns(self.taps.shape[1] - 1), cache.values.index_select(0, past.slots)
+        before = torch.zeros_like(before) if past.new else before
+        b, _, x = bcx.chunk(3, 1)
+        cache.values.index_copy_(0, past.slots, columns.last_of(b * x, before))
+        if past.new:
+            short_conv.forward(bcx, self.taps, ctx.positions, mixed)
+            return
+        gated = torch.cat((before, torch.zeros_like(before), torch.ones_like(before)), 2)  # B * x is `before`
+        joined = columns.join(bcx, gated)
+        out = joined.new_empty(len(joined), mixed.shape[1])
+        short_conv.forward(joined, self.taps, columns.positions, out)
+        mixed.copy_(out.index_select(0, columns.tokens))
 
 
 class LastValues:
-    """The last K - 1 values of B * x of each sequence, oldest first, zeros before its beginning: [S, K - 1, D]."""
+    """The last K - 1 values of B * x of each slot, oldest first, zeros before its beginning: [slots, K - 1, D]."""
 
     def __init__(self, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype):
         self.values = torch.zeros(shape, device=device, dtype=dtype)
 
-    def keep(self, sequences: torch.Tensor) -> None:
-        self.values = self.values.index_select(0, sequences)
+    def copy_(self, slots: Copy, rows: Mapping[int, Copy]) -> None:
+        self.values.index_copy_(0, slots[1], self.values.index_select(0, slots[0]))
 
-    def fill(self, bcx: torch.Tensor, lengths: tuple[int, ...]) -> None:
-        """From the packed prompts' product [T, 3D]."""
-        self.values.zero_()
-        end, reach = 0, self.values.shape[1]
-        for sequence, length in enumerate(lengths):
-            end += length
-            count = min(length, reach)
-            b, _, x = bcx[end - count : end].chunk(3, 1)
-            self.values[sequence, reach - count :] = b * x
+    def clear_(self, slots: torch.Tensor) -> None:
+        self.values.index_fill_(0, slots, 0.0)
