@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import random
 import threading
@@ -14,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graftune.batch import Example, PackedBatch
+from graftune.batch import PLAIN, Example, PackedBatch
 from graftune.data.loader import Loader
-from graftune.data.pack import TILE, capacities, pack, plan_epoch
+from graftune.data.pack import TILE, Capacities, ahead_capacities, bins_within, capacities, pack, plan_epoch
 
 examples_of = st.lists(
     st.lists(st.tuples(st.integers(1, 99), st.booleans()), min_size=1, max_size=12), min_size=1, max_size=12
@@ -283,3 +284,31 @@ def test_plans_do_not_change_from_version_to_version(step: int, capacity: int, p
     for given_as in (lengths, np.array(lengths)):
         made = plan_epoch(given_as, tokens_per_step=step, micro_capacity=capacity, seed=7, epoch=2)
         assert hashlib.sha256(json.dumps(made).encode()).hexdigest()[:16] == plan
+
+
+def test_bins_within_a_shape_can_be_packed_in_it() -> None:
+    """Tokens, documents and rows are bounded, with the documents that padding makes."""
+    draw = np.random.default_rng(4)
+    shape = ahead_capacities(Capacities(128, 6, 64, 64), longest=100)
+    assert shape == Capacities(128, 7, 64, 128)
+    for longest in (3, 20, 100):
+        made = []
+        for size in draw.integers(2, longest + 1, 60).tolist():
+            trained = int(draw.integers(1, min(size, 64)))
+            made.append(Example([5] * size, [False] * (size - trained) + [True] * trained))
+        bins = bins_within(made, shape, PLAIN)
+        assert [index for held in bins for index in held] == list(range(60)) and all(bins)
+        for held in bins:
+            assert len(pack([made[i] for i in held], **shape._asdict()).tokens) == 128
+        for held, after in itertools.pairwise(bins):
+            more = [made[i] for i in (*held, after[0])]
+            tokens, rows = sum(len(e.tokens) for e in more), sum(e.response_tokens for e in more)
+            assert tokens > 128 or rows > 64 or len(more) > shape.real_docs, "the next one does not fit"
+
+
+def test_the_examples_that_a_short_run_reads() -> None:
+    data = [Example([5] * 10, [False] * 5 + [True] * 5) for _ in range(20)]
+    loader = Loader(data, tokens_per_step=40, micro_capacity=20, seed=3, fixed=False)
+    first = sorted(i for step in loader.plan(0)[:2] for held in step for i in held)
+    assert loader.used(2) == first and len(first) == 8
+    assert loader.used(5) == loader.used(9) == list(range(20)) and loader.used(0) == []

@@ -77,6 +77,7 @@ def fill(parts: Parts, examples: Examples, between: Callable[[int], None] = lamb
 
 
 def _key(parts: Parts, examples: Examples) -> str:
+    """Of everything that decides the numbers."""
     loss, start, digest = parts.loss, "", hashlib.sha256(examples.digests.tobytes())
     if loss.reference == "start" and parts.config.train.method != "full":  # which starts from the base
         held = parts.start_of(loss)
