@@ -121,8 +121,8 @@ def test_own_examples_are_as_on_a_cpu(tiny_folder, graph: bool):
 def test_twenty_rounds_of_other_lengths(tiny_folder, monkeypatch):
     """At most two captures, and memory is constant after them."""
     made = []
-    real = pipeline.MicroStepInputs.__init__
-    monkeypatch.setattr(pipeline.MicroStepInputs, "__init__", lambda *given: made.append(given[2]) or real(*given))
+    real = pipeline.CapturedWork.__init__
+    monkeypatch.setattr(pipeline.CapturedWork, "__init__", lambda *given: made.append(given[2]) or real(*given))
     session = graftune.open(tiny_folder("llama"), loss="ppo", quiet=True, **SETTINGS | {"tokens_per_micro_batch": 0})
     draw, taken = np.random.default_rng(4), []
     for round_ in range(20):
