@@ -12,6 +12,7 @@ from graftune.api import Session
 from graftune.errors import GraftuneError
 from graftune.exporting.write import export
 from graftune.infer.sample import Sampling
+from graftune.weights.rows import Joined
 from tests.exporting import judges, models
 from tests.support import moe
 from tests.support.generate import generate
@@ -83,6 +84,18 @@ def test_quantised_gguf(kind, folder, tmp_path):
     run = judges.opened(path, base_dtype="keep")
     kinds = {name.split(".")[-2]: t.dtype_name for name, t in run.base.tensors.items() if ".mlp." in name}
     assert kinds["gate"] == "F32" and kinds["gate_proj"] == kind.removesuffix("_M")
+    theirs, ours = judges.LlamaCpp(path).along(judges.DOCUMENT), judges.ours(run)
+    assert float((theirs - ours).abs().mean()) < 0.05
+
+
+def test_a_projection_in_two_tensors_of_a_gguf(folder, tmp_path):
+    """Qwen3-Next's q, k, v and z are one projection, and two tensors of blocks in a file."""
+    path = tmp_path / "small.gguf"
+    export(str(folder("qwen3_next-small")), "gguf", kind="Q8_0", out=str(path))
+    run = judges.opened(path, base_dtype="keep")
+    joined = run.base.tensors["layers.0.linear_attn.in_proj_qkvz.weight"]
+    assert isinstance(joined, Joined) and [part.dtype_name for part in joined.parts] == ["Q8_0", "Q8_0"]
+    assert run.parts.decoder.blocks[0].mixer.into.frozen.kind == "Q8_0"
     theirs, ours = judges.LlamaCpp(path).along(judges.DOCUMENT), judges.ours(run)
     assert float((theirs - ours).abs().mean()) < 0.05
 

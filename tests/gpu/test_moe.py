@@ -20,9 +20,9 @@ pytestmark = pytest.mark.gpu
 LORA = LoraConfig(rank=4, alpha=8.0, targets=("all_linear",))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return moe.make_folder("qwen3_moe", tmp_path_factory.mktemp("moe") / "qwen3_moe")
+@pytest.fixture(scope="module", params=["qwen3_moe", *moe.NEWER])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return moe.make_folder(request.param, tmp_path_factory.mktemp("moe") / request.param)
 
 
 def ready(folder: Path, compute: torch.dtype, graph: bool, base_dtype: str = "fp32"):

@@ -47,3 +47,17 @@ def test_step_equals_the_references(base_dtype, lora, recompute, folder, device,
         assert isinstance(block.feed_forward, Experts) and isinstance(block.feed_forward.down.weights, Stacked)
     got = stepped(ours, device, "triton", batch(padded=True), 0.0, recompute)
     same_steps(ours.arena, got, wanted)
+
+
+def test_a_shared_expert_beside_delta_nets(tmp_path, device, monkeypatch):
+    """Qwen3-Next: the gate of the shared expert, two input projections of the delta net, a norm that two parts read."""
+    base = open_base(str(moe.make_folder("qwen3_next-small", tmp_path / "base")))
+    lora = LoraConfig(rank=3, alpha=6.0, targets=("all_linear",), train_norms=True)
+    cpu = quantised.placed(quantised.through_nf4(base), lora, "fp32")
+    start = cpu.arena.weights.clone()
+    wanted = stepped(cpu, "cpu", "cpu", batch(), 0.0, "selective")
+    through_kernels(monkeypatch)
+    monkeypatch.setattr(Starts, "groups", never)
+    ours = quantised.placed(base, lora, "nf4", device)
+    start_from(ours, start)
+    same_steps(ours.arena, stepped(ours, device, "triton", batch(padded=True), 0.0, "selective"), wanted)

@@ -53,6 +53,13 @@ VARIANT_OPTIONS: dict[str, dict[str, Any]] = {
     "qwen3_moe-unnormalised": {"norm_topk_prob": False},
     "qwen3_moe-wide": {"hidden_size": 256, "num_hidden_layers": 2, "moe_intermediate_size": 256},
     "qwen3_moe-small": {"num_hidden_layers": 1},
+    "qwen3_next-small": {  # rows of whole blocks of 32 values
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
 }
 OLDER = ("qwen3_moe", "qwen3_moe-unnormalised", "mixtral")
 NEWER = tuple(family for family in FAMILIES if family not in OLDER)
@@ -88,7 +95,7 @@ def hf_model(variant: str, seed: int = 0) -> Any:
                 p.uniform_(0.5, 1.5)
                 if name.endswith("router.scale"):
                     p.mul_(p.shape[0] ** 0.5)  # the input is divided by this
-                if variant in ("qwen3_5_moe", "qwen3_next") and "linear_attn" not in name:
+                if variant.startswith(("qwen3_5_moe", "qwen3_next")) and "linear_attn" not in name:
                     p.sub_(1.0)  # theirs is the weight less one
             elif "embed" in name or name.endswith("bias"):
                 p.normal_(0, 0.5)

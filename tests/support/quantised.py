@@ -20,7 +20,7 @@ from graftune.model.frozen.tensor_rows import TensorRows
 from graftune.model.lora import build_arena, initialise, norm_names
 from graftune.model.spec import ModelSpec
 from graftune.runtime import DTYPES, resolve
-from graftune.settings.config import LoraConfig
+from graftune.settings.config import TARGETS, LoraConfig
 from graftune.tokenizer import Tokenizer
 from graftune.weights.base import Base
 from graftune.weights.load import build_decoder
@@ -130,7 +130,7 @@ def through_nf4(base: Base) -> Base:
     """What NF4 makes of the projections, in fp32; the rest as it is."""
     tensors = dict(base.tensors)
     for name in tensors:
-        if "_proj." in name and name.endswith(".weight"):
+        if name.endswith(".weight") and name.split(".")[-2] in TARGETS:
             tensors[name] = TensorRows(nf4.dequantise(nf4.quantise(tensors[name].values()), torch.float32))
     return dataclasses.replace(base, tensors=tensors)
 
