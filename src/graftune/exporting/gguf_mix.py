@@ -14,6 +14,7 @@ import re
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 
 from graftune.model.families import family_of
+from graftune.model.frozen import RowSource
 from graftune.model.spec import ModelSpec
 
 # The values of --type, the type of most tensors, and llama.cpp's number of the mix.
@@ -28,6 +29,7 @@ TYPES = {
     "IQ4_XS": ("IQ4_XS", LlamaFileType.MOSTLY_IQ4_XS),
     "Q4_0": ("Q4_0", LlamaFileType.MOSTLY_Q4_0),
     "Q3_K_M": ("Q3_K", LlamaFileType.MOSTLY_Q3_K_M),
+    "MXFP4": ("MXFP4", LlamaFileType.MOSTLY_MXFP4_MOE),  # of experts; everything else is Q8_0
 }
 _FALLBACK = {"Q3_K": "Q4_0", "IQ4_XS": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 _FLOATS = ("F32", "F16", "BF16")
@@ -36,6 +38,13 @@ _PLACE = re.compile(r"blk\.(\d+)\.(attn_v|attn_qkv|attn_k|attn_output|ffn_down)(
 
 def more_bits(layer: int, layers: int) -> bool:
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+
+
+def kind_of(name: str, source: RowSource, mix: str, spec: ModelSpec) -> str:
+    """The block type of a tensor by its GGUF name. MXFP4 that is not changed stays so under every type: it would be
+    larger in any other, and no better."""
+    kept = source.dtype_name == "MXFP4" and hasattr(source, "raw")
+    return "MXFP4" if kept else tensor_kind(name, tuple(source.shape), mix, spec)
 
 
 def tensor_kind(name: str, shape: tuple[int, ...], mix: str, spec: ModelSpec) -> str:
@@ -47,7 +56,9 @@ def tensor_kind(name: str, shape: tuple[int, ...], mix: str, spec: ModelSpec) ->
     if kind in _FLOATS:
         return kind
     place = _PLACE.fullmatch(name)
-    if name == ("token_embd.weight" if spec.tied else "output.weight"):
+    if mix == "MXFP4":
+        kind = kind if name.endswith("_exps.weight") else "Q8_0"
+    elif name == ("token_embd.weight" if spec.tied else "output.weight"):
         kind = kind if kind == "Q8_0" else "Q6_K"
     elif place and place[2].startswith("ffn"):
         kind = _down(int(place[1]), mix, spec) or kind

@@ -13,7 +13,7 @@ from typing import Any
 
 from graftune.errors import GraftuneError
 from graftune.exporting.gguf_file import encoded, write_gguf
-from graftune.exporting.gguf_mix import TYPES, tensor_kind
+from graftune.exporting.gguf_mix import TYPES, kind_of
 from graftune.exporting.gguf_vocab import CONTROL, vocabulary
 from graftune.io.json_file import read_object
 from graftune.model.families import family_of
@@ -44,8 +44,8 @@ def gguf_tensors(base: Base, mix: str) -> list[OutputTensor]:
         source = rows.to_file(base.tensors[ours], "gguf", base.spec, ours)
         sizes = rows.gguf_rows(base.spec, ours, source.shape[0], len(stored_as))
         for name, part in zip(stored_as, rows.divided(source, sizes), strict=True):
-            found.append(OutputTensor(name, part, tensor_kind(name, tuple(part.shape), mix, base.spec)))
-    found += [OutputTensor(n, s, tensor_kind(n, tuple(s.shape), mix, base.spec)) for n, s in stacks.items()]
+            found.append(OutputTensor(name, part, kind_of(name, part, mix, base.spec)))
+    found += [OutputTensor(n, s, kind_of(n, s, mix, base.spec)) for n, s in stacks.items()]
     return [*found, *carried_outputs(base.carried_to("gguf"))]
 
 

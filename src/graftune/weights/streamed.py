@@ -1,7 +1,7 @@
 """Writes tensors to disk a few rows at a time: a few megabytes of a model exist at once, whatever its size.
 
-A row source is read piece by piece; each piece is encoded in the type that the file stores and appended. Then the file
-is read back, and every byte is compared by its checksum.
+A row source is read piece by piece; each piece is encoded in the type that the file stores and appended. Blocks that
+have this type already are copied. Then the file is read back, and every byte is compared by its checksum.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 
 from graftune.errors import GraftuneError
 from graftune.kernels.gguf_dequant import KINDS, dequantise
-from graftune.model.frozen import RowSource
+from graftune.kernels.gguf_dequant.reference import PLAIN
+from graftune.model.frozen import BlockSource, RowSource
 from graftune.weights import safetensors_io
 from graftune.weights.carried import CarriedTensor
 from graftune.weights.gguf_quant import quantise
@@ -39,8 +40,17 @@ class OutputTensor:
     def nbytes(self) -> int:
         if isinstance(self.source, CarriedTensor):
             return self.source.nbytes
+        if self.copied:
+            return self.source.nbytes
         block = KINDS[self.kind]
         return math.prod(self.source.shape) // block.values * block.bytes
+
+
+    @property
+    def copied(self) -> bool:
+        """Whether the source has the blocks that are written: of the same type, and not changed."""
+        source = self.source
+        return self.kind not in PLAIN and source.dtype_name == self.kind and hasattr(source, "raw")
 
 
 # Called with a tensor, the first and last row of a piece, and a function that returns its first n rows as stored.
@@ -65,10 +75,15 @@ def pieces(source: RowSource) -> Iterator[tuple[int, int, torch.Tensor]]:
     if len(source.shape) == 1:
         yield 0, source.shape[0], source.values().float().cpu()
         return
+    for start, stop in _ranges(source):
+        yield start, stop, source.read(start, stop).float().cpu()
+
+
+def _ranges(source: RowSource) -> Iterator[tuple[int, int]]:
+    """Ranges of rows that take PIECE_BYTES in fp32."""
     size = max(1, PIECE_BYTES // (4 * math.prod(source.shape[1:])))
     for start in range(0, source.shape[0], size):
-        stop = min(start + size, source.shape[0])
-        yield start, stop, source.read(start, stop).float().cpu()
+        yield start, min(start + size, source.shape[0])
 
 
 def raw(values: torch.Tensor) -> memoryview:
@@ -84,6 +99,13 @@ def write_tensor(file: BinaryIO, tensor: OutputTensor, watcher: Watcher = UNWATC
             file.write(piece)
             check = zlib.crc32(piece, check)
             watcher.on_bytes(tensor, piece.nbytes)
+        return check
+    if tensor.copied:
+        for start, stop in _ranges(tensor.source):
+            blocks = cast(BlockSource, tensor.source).raw(start, stop)
+            file.write(raw(blocks))
+            check = zlib.crc32(raw(blocks), check)
+            watcher.on_bytes(tensor, blocks.nbytes)
         return check
     for start, stop, values in pieces(tensor.source):
         try:
@@ -157,6 +179,5 @@ def check_safetensors(found: Any, tensors: Sequence[OutputTensor], sums: dict[st
 
 def _stored(tensor: RowSource) -> Iterator[memoryview]:
     """The bytes of a safetensors tensor, piece by piece."""
-    size = max(1, PIECE_BYTES // (4 * math.prod(tensor.shape[1:])))
-    for start in range(0, tensor.shape[0], size):
-        yield raw(tensor.read(start, min(start + size, tensor.shape[0])))
+    for start, stop in _ranges(tensor):
+        yield raw(tensor.read(start, stop))
