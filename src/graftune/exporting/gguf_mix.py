@@ -51,7 +51,8 @@ def tensor_kind(name: str, shape: tuple[int, ...], mix: str, spec: ModelSpec) ->
     """The block type of a tensor by its GGUF name."""
     kind = TYPES[mix][0]
     # A router's choice depends on small differences; llama.cpp takes the taps of a convolution in F32 only.
-    if len(shape) == 1 or name.endswith(("ffn_gate_inp.weight", "shortconv.conv.weight", "ssm_conv1d.weight")):
+    # Experts have a bias each, so that theirs is a matrix.
+    if len(shape) == 1 or name.endswith((".bias", "ffn_gate_inp.weight", "shortconv.conv.weight", "ssm_conv1d.weight")):
         return "F32"
     if kind in _FLOATS:
         return kind

@@ -23,9 +23,11 @@ from graftune.io.files import new_file, write_file
 from graftune.model.families import family_of, with_text_values
 from graftune.model.frozen import RowSource
 from graftune.model.frozen.formats import READABLE, checkpoint_format, stored_format
+from graftune.model.frozen.formats.mxfp4 import KIND as MXFP4
 from graftune.model.frozen.tensor_rows import DTYPES, NAMES
 from graftune.observe.console import Console
 from graftune.observe.memory import human_bytes
+from graftune.weights import experts
 from graftune.weights.adapter import NAMINGS, Adapter, is_adapter, write_adapter
 from graftune.weights.apr import save_apr
 from graftune.weights.base import Base, with_new_tokens
@@ -229,14 +231,18 @@ def _merged(source: ExportSource, place: Path, kind: str, console: Console) -> E
     whole = merge(source.base, source.adapters)
     tensors = {n: t for n, t in whole.tensors.items() if not (n == "lm_head.weight" and whole.spec.tied)}
     dtypes = {n: _dtype(n, source.base, kind) for n in tensors}
-    need = {n: torch.Size(t.shape).numel() * dtypes[n].itemsize for n, t in tensors.items()}
+    in_mxfp4 = not kind and experts.is_mxfp4(tensors, whole.spec)
+    copied = {n for n, t in tensors.items() if in_mxfp4 and t.dtype_name == MXFP4}
+    need = {
+        n: t.nbytes if n in copied else torch.Size(t.shape).numel() * dtypes[n].itemsize for n, t in tensors.items()
+    }
     carried = whole.carried_to("safetensors")
     need |= {name: tensor.nbytes for name, tensor in carried.items()}
     _require_space(place, sum(need.values()))
     survival = Survival()
     config = with_text_values(hf_config(whole), {"vocab_size": whole.spec.vocab})
     with _watched(len(tensors) + len(carried), sum(need.values()), survival, bool(source.adapters), console) as watcher:
-        write_model(place, tensors, dtypes, whole, config, watcher=watcher)
+        write_model(place, tensors, dtypes, whole, config, in_mxfp4=in_mxfp4, watcher=watcher)
     if checkpoint_format(source.base.tensors) and (
         odd := [n for n, t in carried.items() if t.dtype_name not in READABLE]
     ):
@@ -244,7 +250,7 @@ def _merged(source: ExportSource, place: Path, kind: str, console: Console) -> E
             f"{len(odd)} tensors outside the text model are quantised and were copied as they are, such as {odd[0]}:"
             " config.json no longer says how"
         )
-    used = sorted({NAMES[d] for n, d in dtypes.items() if len(tensors[n].shape) > 1})
+    used = sorted({MXFP4 if n in copied else NAMES[d] for n, d in dtypes.items() if len(tensors[n].shape) > 1})
     done = Exported(place, sorted(place.iterdir()), {"type": "+".join(used)})
     _report_survival(done, source, survival, "+".join(used).lower(), console)
     return done
@@ -255,7 +261,8 @@ def _dtype(name: str, base: Base, asked: str) -> torch.dtype:
     if asked:
         return DTYPES[asked]
     if base.kind == "gguf":
-        stored = {_merged_dtype(t) for t in base.tensors.values() if len(t.shape) > 1}
+        matrices = [t for t in base.tensors.values() if len(t.shape) > 1]
+        stored = {_merged_dtype(t) for t in matrices if t.dtype_name != MXFP4}  # which every float holds exactly
         return stored.pop() if len(stored) == 1 else torch.bfloat16
     return _merged_dtype(base.tensors.get(name) or base.tensors["embed_tokens.weight"])
 
@@ -285,7 +292,8 @@ def _gguf(source: ExportSource, place: Path, kind: str, console: Console) -> Exp
     if kind in DTYPES:
         _report_survival(done, source, survival, kind.lower(), console)
     elif source.adapters:
-        _report_noise(done, survival.ratio, kind, console)
+        rounded = any(t.kind == MXFP4 and not t.copied for t in tensors)
+        _report_noise(done, survival.ratio, "Q8_0" if kind == MXFP4 and not rounded else kind, console)
     spec = whole.spec
     window = max((shape.window for shape in spec.attention), default=0)
     if 0 < window < spec.max_positions and not family_of(spec).windows_in_llama_cpp:
@@ -317,10 +325,11 @@ def _watched(count: int, total: int, survival: Survival, merging: bool, console:
 
 
 def _report_noise(done: Exported, ratio: float, kind: str, console: Console) -> None:
-    """A type whose steps are larger than the change keeps it only on average, over many weights."""
+    """A type whose steps are larger than the change keeps it only on average, over many weights. Weights that were
+    MXFP4 lie on its steps already and return to them: at a ratio near 1 nothing is left of the change."""
     done.facts["noise_over_change"] = ratio
     text = f"rounding to {kind} moves the adapted weights {ratio:.2g} times as far as your fine-tuning did"
-    if ratio <= 1:
+    if ratio <= (0.5 if kind == MXFP4 else 1):
         done.notes.append(text)
     elif kind == "Q8_0":
         done.notes.append(f"{text}; the type F16 keeps more of it")

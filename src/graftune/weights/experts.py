@@ -5,6 +5,7 @@
     transformers       layers.N.M.experts.gate_up_proj [E, 2F, D], down_proj [E, D, F]
     interleaved        layers.N.M.experts.gate_up_proj [E, D, 2F], a column of gate and one of up in turns, down_proj
                        [E, F, D], gate_up_proj_bias [E, 2F], down_proj_bias [E, D]  (gpt-oss)
+    its MXFP4          gate_up_proj_blocks and _scales, of [E, 2F, D] with rows in turns (formats/mxfp4.py)
     GGUF               blk.N.ffn_gate_exps.weight [E, F, D], ffn_up_exps, ffn_down_exps, or ffn_gate_up_exps [E, 2F, D]
 
 An expert's weights are row sources over the stored tensors; nothing is copied. Our adapters are stored by projection, A
@@ -14,16 +15,20 @@ which parameters were wrapped, not the parameter.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from graftune.errors import GraftuneError
+from graftune.kernels import gguf_dequant
 from graftune.model.feed_forward.experts import PARAMETERS, ExpertsSpec
-from graftune.model.frozen import RowSource
+from graftune.model.frozen import BlockSource, RowSource
+from graftune.model.frozen.formats import mxfp4
 from graftune.model.spec import ModelSpec
 from graftune.weights.rows import Over, RowsByReading
 
@@ -51,9 +56,32 @@ class ExpertRows(Over):
         return (self.count, self.source.shape[1 if self.turned else 2])
 
     def read(self, start: int, stop: int) -> torch.Tensor:
+        if hasattr(self.source, "raw"):
+            blocks = self._rows(start, stop)
+            out = torch.empty(len(blocks), self.shape[1])
+            gguf_dequant.dequantise(blocks, self.dtype_name, out)
+            return out
         whole = self.source.read(self.expert, self.expert + 1)[0]
-        rows = whole.t() if self.turned else whole
-        return rows[self.first : self.first + self.step * self.count : self.step][start:stop].contiguous()
+        return self._mine(whole.t() if self.turned else whole)[start:stop].contiguous()
+
+    @property
+    def raw(self) -> Callable[[int, int], torch.Tensor]:
+        """Its blocks; raises AttributeError where the source has none."""
+        cast(BlockSource, self.source).raw  # noqa: B018
+        return self._rows
+
+    def _rows(self, start: int, stop: int) -> torch.Tensor:
+        return self._mine(_blocks_of(cast(Any, self.source), self.expert))[start:stop].contiguous()
+
+    def _mine(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[self.first : self.first + self.step * self.count : self.step]
+
+
+@lru_cache(maxsize=1)
+def _blocks_of(source: Any, expert: int) -> torch.Tensor:
+    """The blocks of one expert, [rows, bytes of a row]. The last stay in memory, since rows are read in runs."""
+    found: torch.Tensor = source.raw(expert, expert + 1)
+    return found
 
 
 @dataclass(frozen=True)
@@ -92,6 +120,16 @@ class Stack(RowsByReading):
     def read(self, start: int, stop: int) -> torch.Tensor:
         return torch.stack([expert.values() for expert in self.experts[start:stop]])
 
+    @property
+    def raw(self) -> Callable[[int, int], torch.Tensor]:
+        """The blocks of all experts, one after the other; raises AttributeError where one has none."""
+        for expert in self.experts:
+            cast(BlockSource, expert).raw  # noqa: B018
+        return self._blocks
+
+    def _blocks(self, start: int, stop: int) -> torch.Tensor:
+        return torch.cat([cast(BlockSource, each).raw(0, each.shape[0]) for each in self.experts[start:stop]])
+
     def divided(self, start: int, stored: torch.Tensor) -> Iterator[tuple[RowSource, torch.Tensor]]:
         """Each source with its values, out of rows from `start` on as they were stored."""
         yield from zip(self.experts[start : start + len(stored)], stored, strict=True)
@@ -113,6 +151,12 @@ class InterleavedStack(Stack):
         sources = self.experts[start * self.members : stop * self.members]
         rows = torch.stack([source.values() for source in sources]).unflatten(0, (-1, self.members))
         return rows.transpose(1, 2).flatten(1, 2).transpose(1, 2).contiguous()
+
+    def _blocks(self, start: int, stop: int) -> torch.Tensor:
+        """Of [E, out, in], with rows in turns."""
+        blocks = super()._blocks(start * self.members, stop * self.members)
+        by_member = blocks.unflatten(0, (stop - start, self.members, -1))
+        return by_member.transpose(1, 2).flatten(0, 2)
 
     def divided(self, start: int, stored: torch.Tensor) -> Iterator[tuple[RowSource, torch.Tensor]]:
         for expert, values in enumerate(stored, start):
@@ -138,6 +182,31 @@ class RowStack(Stack):
     def divided(self, start: int, stored: torch.Tensor) -> Iterator[tuple[RowSource, torch.Tensor]]:
         rows = (part for values in stored for part in values.chunk(self.members))
         yield from zip(self.experts[start * self.members : (start + len(stored)) * self.members], rows, strict=True)
+
+
+@dataclass(frozen=True)
+class Mxfp4Bytes(RowsByReading):
+    """One of the two tensors in which a folder stores a stack in MXFP4: codes, or the exponents."""
+
+    stack: InterleavedStack
+    codes: bool
+    dtype_name: str = "U8"
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        experts, width, out = self.stack.shape
+        blocks = (experts, out, width // mxfp4.VALUES)
+        return (*blocks, mxfp4.BYTES) if self.codes else blocks
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        found = mxfp4.to_folder(self.stack.raw(start, stop))[0 if self.codes else 1]
+        return found.view(-1, *self.shape[1:])
+
+    raw = read
 
 
 @dataclass(frozen=True)
@@ -183,25 +252,54 @@ def from_folder(tensors: Mapping[str, RowSource], spec: ModelSpec) -> dict[str, 
             if match[4]:
                 found[f"{stem}.{member}.bias"] = BiasColumns(tensor, place, len(members))
                 continue
+            turned = part.interleaved and tensor.dtype_name != mxfp4.KIND
             for expert in range(tensor.shape[0]):
-                rows = tensor.shape[2 if part.interleaved else 1] // len(members)
-                layout = (place, rows, len(members), True) if part.interleaved else (place * rows, rows)
+                rows = tensor.shape[2 if turned else 1] // len(members)
+                layout = (place, rows, len(members), turned) if part.interleaved else (place * rows, rows)
                 found[f"{stem}.{expert}.{member}.weight"] = ExpertRows(tensor, expert, *layout)
     return found
 
 
-def to_folder(tensors: Mapping[str, RowSource], spec: ModelSpec) -> dict[str, RowSource]:
-    """A model's tensors as a folder holds them: stacked, interleaved or not, where those of its family are."""
+def is_mxfp4(tensors: Mapping[str, RowSource], spec: ModelSpec) -> bool:
+    """Whether all experts are MXFP4 that no adapter has changed, and their folders may hold them so: a configuration
+    says it of all experts or of none."""
+    names = [
+        f"layers.{layer}.{name}"
+        for layer, part in mixtures(spec).items() if part.interleaved
+        for parameter in PARAMETERS for expert in range(part.experts) for name in part.names_of(expert, parameter)
+    ]  # fmt: skip
+    return bool(names) and all(
+        tensors[name].dtype_name == mxfp4.KIND and hasattr(tensors[name], "raw") for name in names
+    )
+
+
+def to_folder(tensors: Mapping[str, RowSource], spec: ModelSpec, in_mxfp4: bool = False) -> dict[str, RowSource]:
+    """A model's tensors as a folder holds them: stacked, interleaved or not, where those of its family are.
+    `in_mxfp4`: they are copied as such (`is_mxfp4`)."""
     found = dict(tensors)
     for layer, part in mixtures(spec).items():
         stem, kind = f"layers.{layer}.{part.named('experts')}", InterleavedStack if part.interleaved else RowStack
         for parameter, members in PARAMETERS.items() if part.interleaved or part.stacked else ():
             names = [f"layers.{layer}.{n}" for e in range(part.experts) for n in part.names_of(e, parameter)]
-            found[f"{stem}.{parameter}"] = kind(tuple(found.pop(name) for name in names), len(members))
+            stack = kind(tuple(found.pop(name) for name in names), len(members))
+            if in_mxfp4 and isinstance(stack, InterleavedStack):
+                found[f"{stem}.{parameter}{mxfp4.BLOCKS}"] = Mxfp4Bytes(stack, codes=True)
+                found[f"{stem}.{parameter}{mxfp4.SCALES}"] = Mxfp4Bytes(stack, codes=False)
+            else:
+                found[f"{stem}.{parameter}"] = stack
             biases = [found.pop(f"{stem}.{member}.bias") for member in members if part.bias]
             if biases:
                 found[f"{stem}.{parameter}_bias"] = InterleavedBias(tuple(biases))
     return found
+
+
+def member_of(name: str) -> str:
+    """Our name of a tensor that `to_folder` has put into this one; the name itself if it is none of the experts'."""
+    match = re.fullmatch(r"(layers\.\d+\..+\.experts)\.(gate_up_proj|down_proj)(_bias)?", name)
+    if match is None:
+        return name
+    member = PARAMETERS[match[2]][0]
+    return f"{match[1]}.{member}.bias" if match[3] else f"{match[1]}.0.{member}.weight"
 
 
 def from_gguf(name: str, tensor: GgufTensor, spec: ModelSpec) -> dict[str, GgufTensor] | None:

@@ -22,6 +22,7 @@ from graftune.io.json_file import read_object
 from graftune.model.arena import Arena
 from graftune.model.families import family_of, with_text_values
 from graftune.model.frozen import RowSource
+from graftune.model.frozen.formats import mxfp4
 from graftune.model.frozen.tensor_rows import NAMES, TensorRows
 from graftune.weights import experts, rows, safetensors_io
 from graftune.weights.base import Base, open_base
@@ -69,22 +70,25 @@ def write_model(
     base: Base,
     config: dict[str, Any],
     *,
+    in_mxfp4: bool = False,
     shard_bytes: int = SHARD_BYTES,
     watcher: Watcher = UNWATCHED,
 ) -> None:
     """Weights by our names, the tokenizer and template of `base`, and `config`: written aside, read back, put in place.
-    What is at `folder` is replaced."""
+    What is at `folder` is replaced. `in_mxfp4`: the experts' bytes are copied (`experts.is_mxfp4`)."""
     files = {name: rows.to_file(source, "folder", base.spec, name) for name, source in sources.items()}
-    stored = experts.to_folder(files, base.spec)
-    usual = Counter(dtypes.values()).most_common(1)[0][0]  # of stacks
-    tensors = [
-        OutputTensor(base.scheme.of(family_of(base.spec).to_folder(name)), source, NAMES[dtypes.get(name, usual)])
+    stored = experts.to_folder(files, base.spec, in_mxfp4)
+    kinds = {
+        name: source.dtype_name if source.dtype_name == "U8" else NAMES[dtypes[experts.member_of(name)]]
         for name, source in stored.items()
-    ]
+    }
+    to_folder = family_of(base.spec).to_folder
+    tensors = [OutputTensor(base.scheme.of(to_folder(n)), source, kinds[n]) for n, source in stored.items()]
+    config = config | ({"quantization_config": mxfp4.QUANTISATION} if in_mxfp4 else {})
     carried = carried_outputs(base.carried_to("safetensors"))
     with new_folder(folder) as aside:
         sums = _write_weights(aside, [*tensors, *carried], shard_bytes, watcher)
-        counts = Counter(t.kind for t in tensors if len(t.source.shape) > 1)
+        counts = Counter(t.kind for t in tensors if len(t.source.shape) > 1 and t.kind in _DTYPES)
         dtype = _DTYPES[counts.most_common(1)[0][0]]
         _write_json(aside / CONFIG, config | {"dtype": dtype, "torch_dtype": dtype})
         _write_json(aside / "generation_config.json", _generation(base))

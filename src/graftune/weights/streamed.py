@@ -45,7 +45,6 @@ class OutputTensor:
         block = KINDS[self.kind]
         return math.prod(self.source.shape) // block.values * block.bytes
 
-
     @property
     def copied(self) -> bool:
         """Whether the source has the blocks that are written: of the same type, and not changed."""

@@ -15,6 +15,7 @@ from graftune.model.families.exaone import EXAONE
 from graftune.model.families.gemma import GEMMA
 from graftune.model.families.gemma4 import GEMMA4
 from graftune.model.families.glm import GLM
+from graftune.model.families.gpt_oss import GPT_OSS
 from graftune.model.families.granite import GRANITE
 from graftune.model.families.hunyuan import HUNYUAN
 from graftune.model.families.lfm2 import LFM2
@@ -51,6 +52,7 @@ _GROUPS = (
     HUNYUAN,
     GLM,
     MUSE,
+    GPT_OSS,
 )
 FAMILIES = {family.name: family for group in _GROUPS for family in group}
 MODEL_TYPES = {family.hf_type: family for family in FAMILIES.values()}

@@ -83,6 +83,7 @@ class Family:
     partial_rope: bool = False  # rope may rotate a part of each head
     # PEFT takes the names of an expert's projections for the experts, wherever they stand: dense ones go by parameters.
     dense_by_parameter: bool = False
+    truncates_yarn: bool = True  # in GGUFs of the family, which have no key for it
     experts_key: str = ""  # how many experts a mixture has; "": the family is dense
     experts_by_key: bool = True  # whether `experts_key` says if a file of the family has experts
     keys: Mapping[str, str] = field(default_factory=dict)  # beside KEYS
@@ -344,7 +345,7 @@ class Family:
             "attention.value_length": attention.head_width,
             "rope.dimension_count": full.width,
             "vocab_size": spec.vocab,
-            **rope.gguf_keys(full),
+            **rope.gguf_keys(full, self.truncates_yarn),
         }
 
     def gguf_vision_keys(self, config: Config) -> dict[str, Any]:

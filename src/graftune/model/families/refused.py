@@ -25,7 +25,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "cohere cohere2 cohere2_moe cohere2moe command-r",
     ),
     ("has attention in chunks, which is not supported", "llama4 llama4_text"),
-    (f"(attention sinks with MXFP4 experts) is {_YET}", "gpt_oss gpt-oss"),
     ("(a draft model of Gemma 4) is not supported", "gemma4_assistant gemma4_unified_assistant gemma4-assistant"),
     (f"(Gemma 3n) is {_YET}", "gemma3n gemma3n_text"),
     (

@@ -100,6 +100,7 @@ def written_scaling(rope: RopeSpec, where: str) -> dict[str, Any] | None:
         values |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
     if scaling.kind == "yarn":
         values |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "attention_factor": attention}
+        values |= {} if scaling.truncate else {"truncate": False}
     if scaling.kind == "proportional":
         return values | {"partial_rotary_factor": scaling.share}
     if scaling.kind != "linear":
@@ -162,8 +163,9 @@ def gguf_scaling(
     return values
 
 
-def gguf_keys(rope: RopeSpec) -> dict[str, Any]:
-    """What a GGUF says about the scaling, behind the architecture's name."""
+def gguf_keys(rope: RopeSpec, truncates_yarn: bool = True) -> dict[str, Any]:
+    """What a GGUF says about the scaling, behind the architecture's name. `truncates_yarn`: how readers take yarn in
+    files of this family."""
     scaling = rope.scaling
     if scaling.kind in ("none", "llama3", "proportional"):  # the last two are tensors: see gguf_tensors
         return {}
@@ -173,8 +175,9 @@ def gguf_keys(rope: RopeSpec) -> dict[str, Any]:
     found: dict[str, Any] = {"rope.scaling.type": scaling.kind, "rope.scaling.factor": float(scaling.factor)}
     if scaling.kind == "yarn":
         found["rope.scaling.original_context_length"] = scaling.original_length
-        if not scaling.truncate:
-            raise GraftuneError("GGUF has no key for yarn without truncation", fix="export to merged or peft")
+        if scaling.truncate != truncates_yarn:
+            with_ = "with" if scaling.truncate else "without"
+            raise GraftuneError(f"GGUF has no key for yarn {with_} truncation", fix="export to merged or peft")
         # llama.cpp multiplies by what comes from the factor alone: only the rest is written.
         rest = attention / yarn_attention(scaling.factor)
         if not math.isclose(rest, 1.0, rel_tol=1e-6):

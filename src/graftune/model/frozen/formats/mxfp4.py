@@ -27,6 +27,8 @@ from graftune.model.frozen.interface import RowsByReading, RowSource
 KIND = "MXFP4"  # GGUF's name
 VALUES, BYTES = 32, 16  # of a block, without its exponent
 BLOCKS, SCALES = "_blocks", "_scales"
+_FLOATS = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+QUANTISATION = {"quant_method": "mxfp4", "modules_to_not_convert": list(_FLOATS)}  # of a configuration
 
 
 def to_gguf(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
