@@ -89,7 +89,7 @@ def test_nothing_waits_and_nothing_is_captured_again(variant):
     )
 
 
-@pytest.mark.parametrize("variant", ["gemma2", "phi3", "olmo3", "options", "qwen3_5"])
+@pytest.mark.parametrize("variant", ["gemma2", "phi3", "olmo3", "options", "qwen3_5", "gemma4", "gemma4_unified"])
 def test_a_quantised_base_trains_captured(variant):
     losses = []
     for base_dtype in ("bf16", "nf4"):

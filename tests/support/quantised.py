@@ -114,7 +114,14 @@ def gguf_base(kind: str, shape: ModelSpec, table: str = "Q8_0", mixed: str = "")
         for part in own.parts:
             for name, size in part.tensors.items():
                 drawn = torch.Generator().manual_seed(layer + len(name))
-                tensors[f"layers.{layer}.{part.module}.{name}"] = TensorRows(torch.randn(size, generator=drawn))
+                tensors[f"layers.{layer}.{part.named(name)}"] = TensorRows(torch.randn(size, generator=drawn))
+        if own.stream_scale:
+            tensors[f"layers.{layer}.{own.stream_scale}"] = TensorRows(torch.tensor([0.9]))
+    for name, size in shape.layer_inputs.tensors.items() if shape.layer_inputs else ():
+        if len(size) == 1:
+            tensors[name] = TensorRows(torch.ones(size))
+        else:
+            put(name, size[0], size[1], table, std)
     for _, name, width in norm_names(shape):
         tensors[name] = TensorRows(torch.rand(width, generator=torch.Generator().manual_seed(len(name))) + 0.5)
     return Base("blocks", Path("blocks"), "gguf", shape, cast(Tokenizer, None), tensors)
