@@ -11,7 +11,7 @@ from __future__ import annotations
 import graftune
 
 BASE = ""  # the bundled SmolLM2-135M-Instruct
-ROUNDS, GROUP, NEW_TOKENS = 20, 8, 24
+ROUNDS, GROUP, NEW_TOKENS = 14, 8, 10
 PROMPTS = ["On Sunday we", "The old sailor", "In the shop there", "My sister said that"]
 
 
@@ -34,7 +34,7 @@ def example(prompt: list[int], sample: graftune.Sample, advantage: float) -> dic
     }
 
 
-with graftune.open(BASE, loss="ppo", lr=2e-4, seed=1) as session:
+with graftune.open(BASE, loss="ppo", lr=1e-3, seed=1) as session:
     prompts = [session.tokenizer.encode(prompt, add_special=True) for prompt in PROMPTS]
     history = []
     for number in range(ROUNDS):

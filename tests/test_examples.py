@@ -102,7 +102,7 @@ def test_the_policy_loop_runs(
     source = (ROOT / "examples" / "policy.py").read_text()
     changed = {
         'BASE = ""': f"BASE = {str(tiny_folder('llama-shallow'))!r}",
-        "ROUNDS, GROUP, NEW_TOKENS = 20, 8, 24": "ROUNDS, GROUP, NEW_TOKENS = 2, 4, 6",
+        "ROUNDS, GROUP, NEW_TOKENS = 14, 8, 10": "ROUNDS, GROUP, NEW_TOKENS = 2, 4, 6",
         # A random model writes no words, and nearly always the same: more is drawn at a high temperature.
         'word.startswith("s")': "len(word)",
         'loss="ppo"': 'loss="ppo", temperature=30.0',
