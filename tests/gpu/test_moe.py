@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 LORA = LoraConfig(rank=4, alpha=8.0, targets=("all_linear",))
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", *moe.NEWER])
+@pytest.fixture(scope="module", params=["qwen3_moe", *moe.NEWER, "gpt_oss-mxfp4"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return moe.make_folder(request.param, tmp_path_factory.mktemp("moe") / request.param)
 
@@ -37,7 +37,7 @@ def ready(folder: Path, compute: torch.dtype, graph: bool, base_dtype: str = "fp
     return ours, step, DevicePipeline(step, graph)
 
 
-@pytest.mark.parametrize("base_dtype", ["fp32", "nf4"])
+@pytest.mark.parametrize("base_dtype", ["fp32", "nf4", "keep"])
 def test_gradients_equal_the_cpus(base_dtype, folder):
     ours, step, _ = ready(folder, torch.float32, False, base_dtype)
     step.micro_step(pack(examples(1, 20, 33, 5), **SHAPE).to(torch.device("cuda")))
@@ -51,11 +51,13 @@ def test_gradients_equal_the_cpus(base_dtype, folder):
         assert (got - grad).norm() <= 1e-3 * grad.norm(), name
 
 
-@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
-def test_captured_is_eager_bit_for_bit(compute, folder, deterministic):
+@pytest.mark.parametrize(
+    ("compute", "base_dtype"), [(torch.float32, "fp32"), (torch.bfloat16, "fp32"), (torch.bfloat16, "keep")]
+)
+def test_captured_is_eager_bit_for_bit(compute, base_dtype, folder, deterministic):
     found = []
     for graph in (True, False):
-        ours, _, loop = ready(folder, compute, graph)
+        ours, _, loop = ready(folder, compute, graph, base_dtype)
         for i in range(6):
             run(loop, [examples(2 * i, 20, 33 + i), examples(2 * i + 1, 60)], lr=1e-2 / (i + 1))
         figures = [f[1:] for f in loop.finished(wait=True)]

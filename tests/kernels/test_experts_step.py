@@ -49,6 +49,22 @@ def test_step_equals_the_references(base_dtype, lora, recompute, folder, device,
     same_steps(ours.arena, got, wanted)
 
 
+def test_gpt_oss_on_its_own_mxfp4(tmp_path, device, monkeypatch):
+    """Sinks, a window, biases, the clamped unit, and experts that are dequantised for each product."""
+    base = open_base(str(moe.make_folder("gpt_oss-small-mxfp4", tmp_path / "base")))
+    cpu = quantised.placed(quantised.dequantised(base), ALL, "fp32")
+    start = cpu.arena.weights.clone()
+    wanted = stepped(cpu, "cpu", "cpu", batch(), 0.0, "full")
+    through_kernels(monkeypatch)
+    monkeypatch.setattr(Starts, "groups", never)
+    ours = quantised.placed(base, ALL, "keep", device)
+    start_from(ours, start)
+    weights = ours.decoder.blocks[0].feed_forward.gate_up.weights
+    assert isinstance(weights, Stacked) and weights.kind == "MXFP4" and len(weights.frozen.members) == 1
+    got = stepped(ours, device, "triton", batch(padded=True), 0.0, "full")
+    same_steps(ours.arena, got, wanted)
+
+
 def test_a_shared_expert_beside_delta_nets(tmp_path, device, monkeypatch):
     """Qwen3-Next: the gate of the shared expert, two input projections of the delta net, a norm that two parts read."""
     base = open_base(str(moe.make_folder("qwen3_next-small", tmp_path / "base")))

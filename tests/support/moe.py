@@ -70,6 +70,7 @@ ROUTERS = ("router.proj.weight", "mlp.gate.weight", "feed_forward.gate.weight", 
 VARIANT_OPTIONS: dict[str, dict[str, Any]] = {
     "qwen3_moe-unnormalised": {"norm_topk_prob": False},
     "qwen3_moe-wide": {"hidden_size": 256, "num_hidden_layers": 2, "moe_intermediate_size": 256},
+    "gpt_oss-small-mxfp4": {"num_hidden_layers": 1},
     "qwen3_moe-small": {"num_hidden_layers": 1},
     "qwen3_next-small": {  # rows of whole blocks of 32 values
         "hidden_size": 64,
