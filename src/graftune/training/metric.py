@@ -1,7 +1,7 @@
 """Metrics: answers to held-out records are compared with their references, by `exact`, by the bundled sample's scorer,
 or by a function of the user's own.
 
-The user's function runs in a process of its own (metric_process.py) with a time limit per call. A call that raises,
+The user's function runs in a process of its own (user_function.py) with a time limit per call. A call that raises,
 hangs, ends its process or returns something else than finite numbers is counted; the run goes on, and the means are
 over the calls that worked.
 """
@@ -9,15 +9,7 @@ over the calls that worked.
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import selectors
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,12 +27,9 @@ from graftune.session import Parts, text
 from graftune.settings.config import Config
 from graftune.settings.sources import DataValue
 from graftune.tokenizer import Tokenizer
+from graftune.training.user_function import Between, CallFailed, UserFunction
 
 USUAL_RECORDS = 24  # in a run
-LOADING = 120.0  # seconds in which the file of a metric has to be imported
-HANGS = 3  # calls in a row that hang; the rest of an evaluation is then not tried
-_SLICE = 0.1  # seconds between two looks for a signal
-Between = Callable[[], None]
 
 
 def _exact(answer: str, reference: str) -> dict[str, float]:
@@ -89,98 +78,6 @@ class Scores:
         return {"metrics": self.means, "metric_records": self.records, **failed}
 
 
-class MetricProcess:
-    """The process of a user's function. It is started for the first call, and again after one that hung."""
-
-    def __init__(self, path: Path, name: str, seconds: float):
-        self.path, self.name, self.seconds = path, name, seconds
-        self.hangs = 0  # in a row
-        self._process: subprocess.Popen[bytes] | None = None
-        self._read = b""
-
-    def start(self, between: Between = lambda: None) -> str:
-        """Import the function. Returns why that failed, or an empty text."""
-        script = str(Path(__file__).with_name("metric_process.py"))
-        arguments = [json.dumps([entry or os.getcwd() for entry in sys.path]), str(self.path), self.name]
-        self._read = b""
-        self._process = subprocess.Popen(
-            [sys.executable, script, *arguments, str(self.seconds)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the run; what the function starts ends with it
-        )
-        try:
-            why = self._line(LOADING, between)
-        except _CallFailed as error:
-            why = str(error)
-        if why:
-            self.close()
-        return why or ""
-
-    def __call__(self, given: dict[str, Any], between: Between) -> dict[str, float]:
-        """Call the function; raises `_CallFailed`."""
-        if self.hangs >= HANGS:
-            raise _CallFailed("not tried, because the calls before it took too long")
-        if self._process is None and (why := self.start(between)):
-            raise _CallFailed(why)
-        assert self._process is not None and self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(given, default=str).encode() + b"\n")
-            self._process.stdin.flush()
-        except OSError:
-            pass  # it has ended; reading says how
-        found = self._line(self.seconds, between)
-        self.hangs = 0
-        if "error" in found:
-            raise _CallFailed(found["error"])
-        return dict(found["numbers"])
-
-    def _line(self, seconds: float, between: Between) -> Any:
-        """The next line of the process, as JSON. Ends the process if there is none in time."""
-        assert self._process is not None and self._process.stdout is not None
-        until, out = time.monotonic() + seconds, self._process.stdout
-        try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(out, selectors.EVENT_READ)
-                while b"\n" not in self._read:
-                    between()
-                    left = until - time.monotonic()
-                    if left <= 0:
-                        self.hangs += 1
-                        raise _CallFailed(f"it took longer than {seconds:g} s")
-                    if selector.select(min(left, _SLICE)):
-                        piece = os.read(out.fileno(), 1 << 16)
-                        if not piece:
-                            raise _CallFailed(f"its process ended{self._status()}")
-                        self._read += piece
-        except BaseException:
-            self.close()
-            raise
-        line, _, self._read = self._read.partition(b"\n")
-        return json.loads(line)
-
-    def _status(self) -> str:
-        assert self._process is not None
-        with suppress(subprocess.TimeoutExpired):
-            return f" with status {self._process.wait(1)}"
-        return ""
-
-    def close(self) -> None:
-        """End the process, and those that it started."""
-        process, self._process = self._process, None
-        if process is not None:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                with suppress(OSError):
-                    pipe.close()  # type: ignore[union-attr]
-
-
-class _CallFailed(Exception):
-    """Why a call of the metric gave no numbers."""
-
-
 class Metric:
     """The metric of a run or of `graftune eval`, with the records that it is computed on."""
 
@@ -188,9 +85,9 @@ class Metric:
         run = config.run
         self.name, self.questions, self.stops, self.length = run.metric, questions, stops, run.sample_tokens
         self.keys: tuple[str, ...] = ()  # what the first call that worked returned: the others have to return the same
-        self.process: MetricProcess | None = None
+        self.process: UserFunction | None = None
         if run.metric not in BUILT_IN:
-            self.process = MetricProcess(*file_and_function(run.metric), run.metric_seconds)
+            self.process = UserFunction(*file_and_function(run.metric), run.metric_seconds)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -211,7 +108,7 @@ class Metric:
         for asked, answer in zip(self.questions, answers, strict=True):
             try:
                 found = self._call(asked, answer.text, between)
-            except _CallFailed as error:
+            except CallFailed as error:
                 errors.append(f"in row {asked.row}: {one_line(str(error), longest=300)}")
                 continue
             self.keys = self.keys or tuple(found)
@@ -229,7 +126,7 @@ class Metric:
         if self.process is None:
             return BUILT_IN[self.name](answer, asked.reference)
         given = {"prompt": asked.prompt, "answer": answer, "reference": asked.reference, "record": asked.record}
-        return self.process(given, between)
+        return dict(self.process(given, between)["numbers"])
 
     def close(self) -> None:
         if self.process is not None:
@@ -255,7 +152,7 @@ def check_metric(config: Config) -> None:
     """Refuse a metric that cannot be imported. Asked before anything is loaded."""
     if config.run.metric and config.run.metric not in BUILT_IN:
         path, name = file_and_function(config.run.metric)
-        process = MetricProcess(path, name, config.run.metric_seconds)
+        process = UserFunction(path, name, config.run.metric_seconds)
         try:
             why = process.start()
         finally:

@@ -1,11 +1,14 @@
-"""The process that runs a user's metric (see metric.py): `python metric_process.py SYS_PATH FILE FUNCTION SECONDS`.
+"""The process of a user's function (user_function.py): `python user_process.py SYS_PATH FILE FUNCTION SECONDS KIND`.
 
 It imports the function, writes a first line of JSON (why that failed, or null), then reads calls as lines of JSON and
-answers each with a line: its numbers by name, or its error. It runs by its path and imports nothing of graftune.
+answers each with a line: its numbers, or its error. A metric's numbers have names; a reward's are a list, with null
+where the function returned None, and the places of those that are no finite numbers are listed as `bad`. It runs by its
+path and imports nothing of graftune.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import inspect
 import json
@@ -23,7 +26,7 @@ MOST_NAMES, LONGEST = 16, 500  # numbers of one call, and characters of a name o
 
 def load(path: str, name: str) -> Callable[..., Any]:
     sys.path.insert(0, os.path.dirname(path))  # for imports of files beside it
-    spec = importlib.util.spec_from_file_location("graftune_metric", path)
+    spec = importlib.util.spec_from_file_location("graftune_user", path)
     if spec is None or spec.loader is None:
         raise ImportError("it is not a Python file")
     module = importlib.util.module_from_spec(spec)
@@ -57,6 +60,35 @@ def numbers(value: Any, name: str) -> dict[str, float]:
     return {str(key)[:LONGEST]: _finite(inner, f"its dict has for {str(key)[:60]!r}") for key, inner in value.items()}
 
 
+def rewards(value: Any, count: int) -> dict[str, Any]:
+    """What a reward function returned for `count` completions."""
+    found = list(value.tolist() if hasattr(value, "tolist") else value)
+    if len(found) != count:
+        raise ValueError(f"it returned {len(found)} numbers for {count} completions")
+    made: list[float | None] = []
+    bad: dict[int, str] = {}
+    for place, one in enumerate(found):
+        try:
+            made.append(None if one is None else _finite(one, "it returned"))
+        except (TypeError, ValueError) as error:
+            made.append(None)
+            bad[place] = str(error)
+    return {"numbers": made, "bad": bad}
+
+
+def called(function: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Call with those of the keywords that the function takes; an async function is run to its end."""
+    parameters = inspect.signature(function).parameters.values()
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        given = {p.name: given[p.name] for p in parameters if p.name in given}
+    found = function(**given)
+    return asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
 def _finite(value: Any, what: str) -> float:
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise TypeError(f"{what} {repr(value)[:60]}, which is not a number")
@@ -67,16 +99,16 @@ def _finite(value: Any, what: str) -> float:
 
 
 def _error(error: BaseException, path: str) -> str:
-    """The error in one line, with its line in the metric's file."""
+    """The error in one line, with its line in the function's file."""
     frames = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     where = f" (line {frames[-1]} of {os.path.basename(path)})" if frames else ""
     return " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST] + where
 
 
-def _main(path: str, name: str, seconds: float) -> None:
+def _main(path: str, name: str, seconds: float, kind: str) -> None:
     calls, out = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what the metric prints goes to stderr
+    os.dup2(2, 1)  # what the function prints goes to stderr
 
     def say(document: Any) -> None:
         out.write(json.dumps(document) + "\n")
@@ -84,7 +116,7 @@ def _main(path: str, name: str, seconds: float) -> None:
 
     try:
         function = load(path, name)
-        takes = accepted(function)
+        takes = accepted(function) if kind == "metric" else []
     except BaseException as error:
         return say(_error(error, path))
     say(None)
@@ -92,7 +124,10 @@ def _main(path: str, name: str, seconds: float) -> None:
         given = json.loads(line)
         signal.alarm(math.ceil(seconds) + 5)  # ends a call that hangs if the run itself was killed
         try:
-            say({"numbers": numbers(function(**{key: given[key] for key in takes}), name)})
+            if kind == "reward":
+                say(rewards(called(function, given), len(given["completions"])))
+            else:
+                say({"numbers": numbers(function(**{key: given[key] for key in takes}), name)})
         except BaseException as error:
             say({"error": _error(error, path)})
         signal.alarm(0)
@@ -101,4 +136,4 @@ def _main(path: str, name: str, seconds: float) -> None:
 
 if __name__ == "__main__":
     sys.path[:] = json.loads(sys.argv[1])
-    _main(sys.argv[2], sys.argv[3], float(sys.argv[4]))
+    _main(sys.argv[2], sys.argv[3], float(sys.argv[4]), sys.argv[5])

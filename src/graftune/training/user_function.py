@@ -1,0 +1,117 @@
+"""Runs a function of the user's, a metric or a reward, in a process of its own with a time limit per call.
+
+A call that raises, hangs, ends its process or returns something else than numbers raises `CallFailed` here, and the run
+goes on. Ctrl-C is noticed while a function computes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+LOADING = 120.0  # seconds in which the file of a function has to be imported
+HANGS = 3  # calls in a row that hang; the next ones are then not tried, until `hangs` is set to 0
+_SLICE = 0.1  # seconds between two looks for a signal
+Between = Callable[[], None]
+Kind = Literal["metric", "reward"]
+
+
+class CallFailed(Exception):
+    """Why a call gave no numbers."""
+
+
+class UserFunction:
+    """A function of the user's in its process, which is started for the first call, and again after one that hung."""
+
+    def __init__(self, path: Path, name: str, seconds: float, kind: Kind = "metric"):
+        self.path, self.name, self.seconds, self.kind = path, name, seconds, kind
+        self.hangs = 0  # in a row
+        self._process: subprocess.Popen[bytes] | None = None
+        self._read = b""
+
+    def start(self, between: Between = lambda: None) -> str:
+        """Import the function. Returns why that failed, or an empty text."""
+        script = str(Path(__file__).with_name("user_process.py"))
+        arguments = [json.dumps([entry or os.getcwd() for entry in sys.path]), str(self.path), self.name]
+        self._read = b""
+        self._process = subprocess.Popen(
+            [sys.executable, script, *arguments, str(self.seconds), self.kind],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the run; what the function starts ends with it
+        )
+        try:
+            why = self._line(LOADING, between)
+        except CallFailed as error:
+            why = str(error)
+        if why:
+            self.close()
+        return why or ""
+
+    def __call__(self, given: dict[str, Any], between: Between) -> dict[str, Any]:
+        """Call the function; raises `CallFailed`. Returns its answer (user_process.py)."""
+        if self.hangs >= HANGS:
+            raise CallFailed("not tried, because the calls before it took too long")
+        if self._process is None and (why := self.start(between)):
+            raise CallFailed(why)
+        assert self._process is not None and self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(given, default=str).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            pass  # it has ended; reading says how
+        found = self._line(self.seconds, between)
+        self.hangs = 0
+        if "error" in found:
+            raise CallFailed(found["error"])
+        return dict(found)
+
+    def _line(self, seconds: float, between: Between) -> Any:
+        """The next line of the process, as JSON. Ends the process if there is none in time."""
+        assert self._process is not None and self._process.stdout is not None
+        until, out = time.monotonic() + seconds, self._process.stdout
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(out, selectors.EVENT_READ)
+                while b"\n" not in self._read:
+                    between()
+                    left = until - time.monotonic()
+                    if left <= 0:
+                        self.hangs += 1
+                        raise CallFailed(f"it took longer than {seconds:g} s")
+                    if selector.select(min(left, _SLICE)):
+                        piece = os.read(out.fileno(), 1 << 16)
+                        if not piece:
+                            raise CallFailed(f"its process ended{self._status()}")
+                        self._read += piece
+        except BaseException:
+            self.close()
+            raise
+        line, _, self._read = self._read.partition(b"\n")
+        return json.loads(line)
+
+    def _status(self) -> str:
+        assert self._process is not None
+        with suppress(subprocess.TimeoutExpired):
+            return f" with status {self._process.wait(1)}"
+        return ""
+
+    def close(self) -> None:
+        """End the process, and those that it started."""
+        process, self._process = self._process, None
+        if process is not None:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with suppress(OSError):
+                    pipe.close()  # type: ignore[union-attr]
