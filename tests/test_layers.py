@@ -19,6 +19,7 @@ ROWS = [
     ["session"],
     ["plan", "run_folder"],
     ["exporting", "training"],
+    ["rl"],
     ["api", "dashboard"],
     ["cli"],
 ]

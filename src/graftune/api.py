@@ -34,6 +34,7 @@ from graftune.observe.console import Console
 from graftune.observe.events import Event
 from graftune.observe.memory import free_bytes
 from graftune.plan import card_here
+from graftune.rl import RL
 from graftune.run_folder import (
     adapter_folder,
     find_state,
@@ -151,7 +152,8 @@ def train(
     **settings: Unpack[Settings],
 ) -> TrainResult:
     """Train a whole run in a folder of its own, as `graftune train` does. `config` is a Config, a dict of settings, or
-    a YAML file; `settings` override it. `resume` is the folder of a run to go on with.
+    a YAML file; `settings` override it. `resume` is the folder of a run to go on with. With `reward` it is a run of
+    reinforcement learning, as `graftune rl`.
 
     Each of `callbacks` is called with every event of the run's log, a dict with `event` (step, eval, sample, run_end,
     ...) and its figures. One that returns "stop" ends the run after a checkpoint, as Ctrl-C does.
@@ -171,9 +173,8 @@ def train(
     else:
         whole = config if isinstance(config, Config) else _config_of(config)
         whole = whole.replace(**given) if given and folder is None else whole
-    return launch.train(
-        whole, console=console, resume=folder, overrides={**(overrides or {}), **given}, callbacks=callbacks
-    )
+    kind, changed = RL if whole.rl.reward else launch.TRAINING, {**(overrides or {}), **given}
+    return launch.train(whole, console=console, resume=folder, overrides=changed, callbacks=callbacks, kind=kind)
 
 
 def export(

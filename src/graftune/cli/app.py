@@ -34,6 +34,7 @@ from graftune.cli.import_file import import_file
 from graftune.cli.init import init
 from graftune.cli.plan import plan
 from graftune.cli.profile import profile
+from graftune.cli.rl import rl
 from graftune.cli.runs import runs
 from graftune.cli.schema import completion, schema
 from graftune.cli.train import train
@@ -56,6 +57,7 @@ app = App(
 COMMANDS: dict[str, Callable[..., Any]] = {
     "init": init,
     "train": train,
+    "rl": rl,
     "chat": chat,
     "eval": evaluate,
     "data": data,

@@ -25,6 +25,14 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
             "graftune train --resume runs/NAME --epochs 4",
         ),
     ),
+    "rl": (
+        "BASE DATA --reward FILE.py [OPTIONS]",
+        (
+            "graftune rl Qwen/Qwen3-4B prompts.jsonl --reward reward.py",
+            "graftune rl model.gguf prompts.jsonl --reward checks.py:correct --reward checks.py:brief=0.1",
+            "graftune rl --resume runs/NAME",
+        ),
+    ),
     "chat": (
         "TARGET [OPTIONS]",
         ("graftune chat runs/NAME --compare", 'graftune chat runs/NAME@best --prompt "Where is my order?"'),
@@ -77,6 +85,7 @@ COMMON = {
     "base", "base_dtype", "device", "rank", "alpha", "targets", "adapter", "data", "eval_data", "val_split", "map",
     "max_seq_len", "train_on", "template", "lr", "schedule", "warmup", "method", "epochs", "max_steps",
     "tokens_per_step", "recompute", "eval_every", "save_every", "patience", "seed", "out", "samples", "metric", "track",
+    "reward", "prompts_per_round", "group", "answer_tokens", "temperature", "updates_per_round",
 }  # fmt: skip
 
 

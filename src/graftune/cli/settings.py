@@ -35,6 +35,7 @@ _TITLES = {
     "optim": "Optimizer",
     "train": "Training",
     "run": "Run folder and samples",
+    "rl": "Reinforcement learning",
 }
 _GROUPS = {
     name: Group(title, sort_key=10 + place, help_formatter=SettingsPanel())

@@ -67,18 +67,23 @@ def train(
         overrides = {**file, **flags}
         if print_config:
             return show_config(Config.of(whole.flat(), overrides), console)
-        result = _engine(whole, console, resume, overrides, watch)
+        result = engine(whole, console, resume, overrides, watch)
     else:
         whole = loaded(config, flags, console)
         if print_config:
             return show_config(whole, console)
-        result = _engine(looked_at(whole), console, None, flags, watch)
+        result = engine(looked_at(whole), console, None, flags, watch)
+    return ended(result, console, resume)
+
+
+def ended(result: Any, console: Console, resume: str) -> int:
+    """Print how a run ended, and what to do next. Returns the exit code."""
     if result.stopped == "interrupted":
         with suppress(OSError):  # the terminal may be gone
             _interrupted(result, console, resume)
         return 128 + int(result.signal)
     console.result({"folder": str(result.folder), "steps": result.steps, "stopped": result.stopped, **result.summary})
-    if not json:
+    if not console.json:
         console.line(run_summary(result))
     return 0
 
@@ -93,7 +98,7 @@ def run_config(folder: str) -> Config:
     return Config.of_run(folder)
 
 
-def _engine(config: Config, console: Console, resume: str | None, overrides: dict[str, Any], watch: bool) -> Any:
+def engine(config: Config, console: Console, resume: str | None, overrides: dict[str, Any], watch: bool) -> Any:
     with console.working("starting PyTorch"):
         from graftune import api
 

@@ -51,14 +51,15 @@ class WorkProgress:
         lr: float | None = None,
         tokens: int | None = None,
         amounts: Amounts = NOTHING,
+        reward: float | None = None,
     ) -> None:
-        """`done` units are done; training steps also have numbers."""
+        """`done` units are done; training steps also have numbers. A reward says more than the loss beside it."""
         # The same count again only says that the work is alive.
         fresh = done != self.done or tokens
         tok_s = self.meter.update(done, tokens or 0, amounts) if fresh else self.meter.tok_s
         self.done = done
         if loss is not None or lr is not None or tokens:
-            self.loss = "" if loss is None else f"loss {loss:.3f}"
+            self.loss = "" if loss is None else f"loss {loss:.3f}" if reward is None else f"reward {reward:.3f}"
             self.rates = [f"lr {lr:.1e}"] if lr is not None else []
             self.rates += [f"{tok_s:,.0f} tok/s"] if tokens else []
             self.rates += self._measured()

@@ -105,27 +105,28 @@ class StepStats:
     @property
     def loss(self) -> float:
         """The mean over the response tokens of the whole step, or over the loss's own divisor."""
-        return self._fetched().loss
+        return self.fetched().loss
 
     @property
     def grad_norm(self) -> float:
         """The gradient's norm before clipping."""
-        return self._fetched().grad_norm
+        return self.fetched().grad_norm
 
     @property
     def skipped(self) -> bool:
         """Whether the gradient was not finite, so that nothing was updated."""
-        return self._fetched().skipped
+        return self.fetched().skipped
 
     @property
     def figures(self) -> dict[str, float]:
         """The loss's own figures, by name."""
-        return self._fetched().more
+        return self.fetched().more
 
     def _fill(self, figures: Figures) -> None:
         self._figures.append(figures)
 
-    def _fetched(self) -> Figures:
+    def fetched(self) -> Figures:
+        """All of them, as the pipeline reports them."""
         if not self._figures:
             self._fetch(self)
         return self._figures[0]

@@ -40,7 +40,7 @@ from graftune.weights.base import Base
 
 VERBS = (  # in the order in which a reader wants them
     *("prepare", "batches", "steps_per_epoch", "schedule", "forward_backward", "optim_step", "evaluate", "logprobs"),
-    *("sample", "stream", "generate", "chat", "prompt_tokens", "describe"),
+    *("sample", "stream", "generate", "chat", "encode", "prompt_tokens", "describe"),
     *("save_adapter", "save", "save_state", "load_state", "close"),
 )
 ATTRIBUTES = ("config", "loss", "steps", "context", "tokenizer", "base", "runtime")
@@ -442,6 +442,14 @@ class Session:
         prompt, ends = text.encoded(self.parts, arguments.turns(messages))
         how = Sampling(max_new_tokens, temperature, top_k, top_p, seed, ends)
         return self._texts([prompt], how, arguments.stop_strings(stop), adapted, on_text)[0]
+
+    def encode(self, prompt: str | Sequence[Message]) -> list[int]:
+        """The tokens of a prompt, raw text or a conversation, that `sample` continues.
+
+        Example:
+            tokens = session.encode([{"role": "user", "content": "Hi"}])
+        """
+        return text.encoded(self.parts, arguments.prompt(prompt))[0]
 
     def prompt_tokens(self, messages: str | Sequence[Message]) -> int:
         """How many tokens `chat` would read of a conversation. They and the answer share the model's `context`."""

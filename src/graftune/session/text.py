@@ -14,6 +14,7 @@ import torch
 
 from graftune.batch import Example
 from graftune.data.encoded import lengths_of, responses_of, take
+from graftune.data.format import ChatFormat
 from graftune.data.pack import pack
 from graftune.data.roles import with_known_roles
 from graftune.data.row import Refusal
@@ -165,10 +166,14 @@ def encoded(parts: Parts, prompt: str | Conversation) -> tuple[list[int], tuple[
         return parts.tokenizer.encode(prompt, add_special=True), ()
     form = usable_format(parts.tokenizer, parts.config.data)
     try:
-        rendered = form.render(with_known_roles(form, prompt), None, generate=True)
+        return conversation(parts.tokenizer, form, prompt), tuple(stop_ids(parts.tokenizer, form))
     except Refusal as refusal:
         raise GraftuneError(str(refusal), where="the conversation", fix="change its turns") from None
-    return parts.tokenizer.encode(rendered), tuple(stop_ids(parts.tokenizer, form))
+
+
+def conversation(tokenizer: Tokenizer, form: ChatFormat, turns: Conversation) -> list[int]:
+    """The tokens of a conversation up to where the answer begins; raises Refusal."""
+    return tokenizer.encode(form.render(with_known_roles(form, turns), None, generate=True))
 
 
 @torch.no_grad()

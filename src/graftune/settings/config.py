@@ -459,6 +459,28 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
+class RlConfig:
+    reward: tuple[str, ...] = opt(
+        (),
+        "reward functions, each file.py:function, or file.py for its function named reward; with =WEIGHT if its weight "
+        "is not 1",
+        resume="fixed",
+    )
+    reward_seconds: float = opt(60.0, "longest time of one call of a reward function", resume="free", above=0)
+    prompts_per_round: int = opt(8, "prompts that are answered in a round", resume="fixed", min=1)
+    group: int = opt(8, "answers sampled to each prompt", resume="fixed", min=2)
+    answer_tokens: int = opt(256, "longest sampled answer, in tokens", resume="fixed", min=1)
+    updates_per_round: int = opt(
+        1, "optimizer steps on the answers of a round, each over all of them", resume="fixed", min=1
+    )
+    advantage_scale: Literal["group", "none"] = opt(
+        "group",
+        "divide the advantages of a group by the standard deviation of its rewards, or leave them (Dr. GRPO)",
+        resume="fixed",
+    )
+
+
+@dataclass(frozen=True)
 class Config:
     """The whole tree. Build it with `Config.of`, which checks every key, type and range."""
 
@@ -468,6 +490,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    rl: RlConfig = field(default_factory=RlConfig)
 
     @staticmethod
     def of(*layers: dict[str, Any], where: str = "config", note: Note | None = None) -> Config:

@@ -28,7 +28,7 @@ from graftune.training.reporter import write_pictures
 
 _FILES = (
     "config.yaml", "plan.json", "preview.jsonl", "loss.png", "report.html", "profile.json", "trace.json.gz",
-    "profile-trace.json", "tracker.json",
+    "profile-trace.json", "tracker.json", "round.json",
 )  # fmt: skip
 _FOLDERS = ("adapter", "model")
 _FILLED = ("checkpoints", "tensorboard", "wandb")  # folders that are written into as they are, not replaced

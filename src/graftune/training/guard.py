@@ -59,8 +59,9 @@ class Halted(Exception):
 
 
 class Guard(Hook):
-    def __init__(self, loader: Loader, checkpoints: Checkpoints, max_skipped: int, stop_on_warning: bool):
-        """`max_skipped`: skipped updates in a row after which the run stops; 0: never."""
+    def __init__(self, loader: Loader | None, checkpoints: Checkpoints, max_skipped: int, stop_on_warning: bool):
+        """`loader`: where the rows of a step are looked up. `max_skipped`: skipped updates in a row after which the run
+        stops; 0: never."""
         self.loader, self.checkpoints = loader, checkpoints
         self.max_skipped, self.stop_on_warning = max_skipped, stop_on_warning
         self.reported: set[str] = set()  # kinds of warnings, by this process or before a resume
@@ -233,6 +234,8 @@ class Guard(Hook):
         """Compute this rank's micro-batches of the first skipped step again. Returns what is not finite first, and in
         which rows of the data; empty: everything is finite."""
         parts, place, found_first = state.parts, self._before(state), ""
+        if self.loader is None:
+            return ""
         bins, layout = self.loader.plan(place.epoch)[place.epoch_step], self.loader.layout
         for number in self.loader.bins(place.epoch, place.epoch_step):
             indices = bins[number] if number < len(bins) else []

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from graftune.errors import GraftuneError
 from graftune.io.lock import FolderLock
@@ -26,9 +26,20 @@ from graftune.training.folder import complete, new_folder, remove_made, removed_
 from graftune.training.prepare import prepare_run
 from graftune.training.ranks import SingleProcess, joined
 from graftune.training.resume import finished, stored_config
+from graftune.training.run import Run, TrainResult
 from graftune.training.signals import Stopped, noted_signals, raised_signals
 from graftune.training.trackers import Callback
-from graftune.training.trainer import Trainer, TrainResult
+from graftune.training.trainer import Trainer
+
+
+class RunKind(NamedTuple):
+    """How a run is prepared, and the class that runs it."""
+
+    prepare: Callable[..., Any]
+    run: Callable[..., Run]
+
+
+TRAINING = RunKind(prepare_run, Trainer)
 
 
 def train(
@@ -38,6 +49,7 @@ def train(
     resume: str | None = None,
     overrides: dict[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
+    kind: RunKind = TRAINING,
 ) -> TrainResult:
     """Train a whole run in a folder of its own, or (`resume`) what is left of one, with `overrides` of its settings.
     `callbacks` get every event of its log."""
@@ -46,7 +58,7 @@ def train(
     console.ignore_broken_pipes()
     if started is None:
         check_installed(track)
-        return _train(config, console, resume, overrides or {}, callbacks, SingleProcess())
+        return _train(config, console, resume, overrides or {}, callbacks, SingleProcess(), kind)
     if not started.leads:
         console, callbacks = Console(silent=True), ()
     with joined(started, console) as ranks:
@@ -58,7 +70,7 @@ def train(
             resume = ranks.from_lead(lambda: found_again(config, started, restarted))
             # The settings were compared with the run's own.
             overrides = {} if resume is not None else overrides
-        result = _train(config, console, resume, overrides or {}, callbacks, ranks)
+        result = _train(config, console, resume, overrides or {}, callbacks, ranks, kind)
         if result.signal and not result.started:
             ranks.stopped(result.signal)
         with noted_signals(lambda _: None, once=True):  # nothing is left to stop
@@ -73,12 +85,13 @@ def _train(
     overrides: dict[str, Any],
     callbacks: Sequence[Callback],
     ranks: SingleProcess,
+    kind: RunKind,
 ) -> TrainResult:
     with ExitStack() as held:
         try:
             with raised_signals(once=ranks.world is not None):
                 if resume is not None:
-                    run = _resumed(Path(resume), console, overrides, held, callbacks, ranks)
+                    run = _resumed(Path(resume), console, overrides, held, callbacks, ranks, kind)
                     if isinstance(run, TrainResult):
                         return run
                 else:
@@ -86,9 +99,9 @@ def _train(
                     with removed_unless_started() as made:
                         ranks.at_end(lambda: remove_made(made))
                         make_folder = partial(new_folder, made=made, held=held)
-                        prepared = prepare_run(config, console, held, make_folder, ranks)
+                        prepared = kind.prepare(config, console, held, make_folder, ranks)
                         with console.working("preparing the first step"):
-                            run = Trainer(prepared, console, callbacks)
+                            run = kind.run(prepared, console, callbacks)
                             run.start()
                         made.clear()
         except Stopped as stopped:
@@ -128,7 +141,8 @@ def _resumed(
     held: ExitStack,
     callbacks: Sequence[Callback],
     ranks: SingleProcess,
-) -> Trainer | TrainResult:
+    kind: RunKind,
+) -> Run | TrainResult:
     """The run, ready to go on; or its result, if it is finished and nothing new is asked of it."""
 
     def read() -> list[Any]:
@@ -153,8 +167,8 @@ def _resumed(
         if lock.unsupported:
             console.warn(f"{folder}: not locked against a second process ({lock.unsupported})")
         sweep(folder)
-    prepared = prepare_run(now, console, held, lambda config, data: folder, ranks, before)
+    prepared = kind.prepare(now, console, held, lambda config, data: folder, ranks, before)
     with console.working("resuming the run"):
-        run = Trainer(prepared, console, callbacks)
+        run = kind.run(prepared, console, callbacks)
         run.resume()
     return run

@@ -100,7 +100,7 @@ def prepare_run(
         console.note(line)
     forget_earlier_runs()
     with console.working("opening the base"):
-        config, base, adapter = ranks.in_turn(lambda: _opened(config))  # it may be downloaded
+        config, base, adapter = ranks.in_turn(lambda: opened(config))  # it may be downloaded
     path: DataValue = config.data.data or str(sample_for(choose(config.train).data.name))
     with console.working("reading the data"):
         data = ranks.in_turn(lambda: _read(config, base, adapter, path, console))
@@ -163,7 +163,7 @@ def _planned(
     return config.replace(tokens_per_micro_batch=size, recompute=plan.recompute), plan, job
 
 
-def _opened(config: Config) -> tuple[Config, Base, Adapter | None]:
+def opened(config: Config) -> tuple[Config, Base, Adapter | None]:
     """The settings with full paths and with those of an adapter to continue from; the base, of which only headers are
     read; and the adapter."""
     check_method(config)
@@ -233,7 +233,7 @@ def job_of(config: Config, console: Console, memory: int = 0, model: CardModel |
         )
     if not memory and model is None:
         memory = left_by_others(config, console)
-    config, base, adapter = _opened(config)
+    config, base, adapter = opened(config)
     runtime, card = runtime_for(config, memory, model)
     if runtime.device.type not in PLANNED_ON:
         raise GraftuneError(

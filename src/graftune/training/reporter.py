@@ -123,7 +123,9 @@ class Reporter:
     def step(self, done: Figures, *, scaled: bool) -> None:
         facts, step = done.tag, done.tag["step"]
         amounts = self.live.amounts(facts) if self.live else NOTHING
-        self.bar.update(step, loss=done.loss, lr=facts["lr"], tokens=facts["tokens"], amounts=amounts)
+        self.bar.update(
+            step, loss=done.loss, lr=facts["lr"], tokens=facts["tokens"], amounts=amounts, reward=facts.get("reward")
+        )
         figures = {"loss": done.loss, "grad_norm": done.grad_norm, "tok_s": self.meter.tok_s, "skipped": done.skipped}
         self.log.emit("step", **facts, **figures, **self._rates(), **done.more)
         if done.routing and (step == 1 or step % ROUTING_EVERY == 0 or step == self.total):

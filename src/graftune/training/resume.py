@@ -16,12 +16,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from graftune import __version__
-from graftune.data.dataset import Dataset
 from graftune.data.loader import Loader
 from graftune.data.pack import Capacities
 from graftune.data.summary import counted
@@ -37,6 +36,7 @@ from graftune.settings.sources import absolute
 from graftune.step.schedule import learning_rate
 from graftune.training.checkpoints import Checkpoints
 from graftune.training.hooks import RunState
+from graftune.training.user_function import FunctionName
 from graftune.weights import checkpoint
 from graftune.weights.base import Base
 from graftune.weights.checkpoint import Identity
@@ -50,7 +50,13 @@ class Length:
     total: int
 
 
-def run_length(loader: Loader, settings: TrainConfig) -> Length:
+class Epochs(Protocol):
+    """What is divided into epochs: a loader's batches, or the rounds of reinforcement learning."""
+
+    def steps_per_epoch(self, epoch: int) -> int: ...
+
+
+def run_length(loader: Epochs, settings: TrainConfig) -> Length:
     steps = tuple(loader.steps_per_epoch(epoch) for epoch in range(math.ceil(settings.epochs)))
     planned, part = sum(steps), settings.epochs % 1
     if part:
@@ -106,6 +112,8 @@ def with_full_paths(config: Config) -> Config:
     if config.run.metric.rpartition(":")[0]:
         file, _, function = config.run.metric.rpartition(":")
         full["metric"] = f"{Path(file).expanduser().resolve()}:{function}"
+    if config.rl.reward:
+        full["reward"] = [str(FunctionName.of(text)) for text in config.rl.reward]
     return config.replace(**full, data=absolute(config.data.data), eval_data=absolute(config.data.eval_data))
 
 
@@ -169,20 +177,26 @@ def find_checkpoint(
 
 
 def write_start(
-    state: RunState, training: Dataset, plan: Plan | None, identity: Identity, shape: Capacities | None
+    state: RunState,
+    examples: int,
+    plan: Plan | None,
+    identity: Identity,
+    shape: Capacities | None = None,
+    encoded: str = "",
 ) -> None:
-    """Write a new folder: the log's first line, the plan and, last, the configuration, which makes it a run."""
+    """Write a new folder: the log's first line, the plan and, last, the configuration, which makes it a run.
+    `examples`: records to train on; `encoded`: the key of the encoded data, where it is stored."""
     parts = state.parts
     if state.ranks.leads:
         facts: dict[str, Any] = {"command": typed_command(), **computed_by(parts)}
-        facts |= {"examples": len(training), "encoded": training.examples.store.header.get("key", "")}
+        facts |= {"examples": examples, "encoded": encoded}
         trainable = len(parts.arena.weights)
         state.report.log.emit("run_start", **facts, **identity, steps=state.total, trainable=trainable)
         if plan is not None:
             write_file(state.folder / "plan.json", json.dumps(plan.document(), indent=1) + "\n")
         state.config.save(state.folder / "config.yaml")
     _report_start(state, shape)
-    if few := auto.warning(state.config, state.total, len(training)):
+    if few := "" if state.config.rl.reward else auto.warning(state.config, state.total, examples):
         state.report.warn(few)
 
 
@@ -274,8 +288,11 @@ def _report_start(state: RunState, shape: Capacities | None) -> None:
         f"trained: {len(arena.weights) / 1e6:.2f}M values, {human_bytes(arena.nbytes)} with gradients and moments"
     )
     ranks = f", divided among {parts.share.size} ranks" if parts.share.size > 1 else ""
+    rl, each = parts.config.rl, f"up to {settings.tokens_per_step} tokens"
+    if rl.reward:
+        each = f"{rl.group} answers to each of {rl.prompts_per_round} prompts"
     console.note(
-        f"{counted(state.total, 'step')} of up to {settings.tokens_per_step} tokens in micro-batches of "
+        f"{counted(state.total, 'step')} of {each} in micro-batches of "
         f"{settings.tokens_per_micro_batch}{ranks}, learning rate {parts.config.optim.peak_lr:g}; "
         f"run folder {state.folder}"
     )

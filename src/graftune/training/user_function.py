@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -15,14 +16,40 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from graftune.errors import GraftuneError
 
 LOADING = 120.0  # seconds in which the file of a function has to be imported
 HANGS = 3  # calls in a row that hang; the next ones are then not tried, until `hangs` is set to 0
 _SLICE = 0.1  # seconds between two looks for a signal
 Between = Callable[[], None]
 Kind = Literal["metric", "reward"]
+
+
+@dataclass(frozen=True)
+class FunctionName:
+    """A function of the user's: `file.py:function=WEIGHT`. The weight is 1 and the function `reward` if not given."""
+
+    path: Path
+    name: str
+    weight: float = 1.0
+
+    @staticmethod
+    def of(text: str) -> FunctionName:
+        match = re.fullmatch(r"(.+\.py)(?::([A-Za-z_]\w*))?(?:=([+-]?[0-9.]+(?:e[+-]?[0-9]+)?))?", text)
+        if match is None:
+            raise GraftuneError(f"reward is {text!r}", fix="write file.py, file.py:function or file.py:function=WEIGHT")
+        path = Path(match[1]).expanduser().resolve()
+        if not path.is_file():
+            what = f"reward is {text!r}, and there is no such file"
+            raise GraftuneError(what, where=str(path), fix="name a Python file")
+        return FunctionName(path, match[2] or "reward", float(match[3] or 1))
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.name}" + ("" if self.weight == 1 else f"={self.weight:g}")
 
 
 class CallFailed(Exception):

@@ -1,0 +1,75 @@
+"""graftune rl: the model answers prompts, functions reward the answers, and a policy loss trains on them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from graftune.cli.settings import Switch, given, loaded, looked_at, positional, show_config, takes
+from graftune.cli.train import ended, engine, run_config
+from graftune.errors import GraftuneError
+from graftune.io.yaml_file import read_yaml
+from graftune.observe.console import Console
+from graftune.settings.config import Config, flatten
+
+# Settings of data with answers, and of runs over such data.
+UNUSED = (
+    *("train_on", "prompt_form", "train_reasoning", "append_eos", "tokens_per_step", "anchor", "beta", "gamma"),
+    *("label_smoothing", "sft_share", "desirable_weight", "undesirable_weight", "reference_pass", "shard_base"),
+    *("metric", "metric_goal", "metric_records", "metric_seconds", "best", "score", "score_records", "sample_every"),
+    *("sample_tokens", "trace_steps", "profile_every", "deadline", "wait_gpu", "memory_share"),
+)
+
+
+@takes("base", "lora", "data", "optim", "train", "run", "rl", omit=UNUSED)
+def rl(
+    base: Annotated[str, Parameter(show_default=False)] = "",
+    data: Annotated[str, Parameter(show_default=False)] = "",
+    /,
+    config: Annotated[str, Parameter(name=["--config", "-c"], show_default=False)] = "",
+    resume: Annotated[str, Parameter(show_default=False)] = "",
+    print_config: Switch = False,
+    json: Switch = False,
+    quiet: Switch = False,
+    watch: Switch = False,
+    settings: Any = None,
+) -> int:
+    """Train BASE with rewards: it answers the prompts of DATA, and reward functions say how good each answer is.
+
+    Ctrl-C saves a checkpoint and says how to go on.
+
+    Parameters
+    ----------
+    base
+        Hugging Face name or folder, or a .gguf file.
+    data
+        Prompts: a .jsonl, .json, .csv or .parquet file, a folder or glob of them, or a Hub data set.
+    config
+        YAML file of settings; flags override it.
+    resume
+        Run folder to continue, with the settings it was started with.
+    print_config
+        Print the settings as YAML and end: file and flags over the defaults.
+    json
+        Print one JSON document to stdout at the end.
+    quiet
+        No notes and no progress.
+    watch
+        Open the page of graftune watch beside the training, and say its address.
+    """
+    console = Console(json=json, quiet=quiet)
+    flags = positional(given(settings), base=base, data=data)
+    if resume:
+        file = flatten(read_yaml(config), config, console.note) if config else {}
+        whole, flags = run_config(resume), {**file, **flags}
+        if print_config:
+            return show_config(Config.of(whole.flat(), flags), console)
+    else:
+        whole = loaded(config, flags, console)
+        if print_config:
+            return show_config(whole, console)
+        whole = looked_at(whole)
+    if not whole.rl.reward:
+        raise GraftuneError("there is no reward function", fix="name one, as in --reward file.py:function")
+    return ended(engine(whole, console, resume or None, flags, watch), console, resume)

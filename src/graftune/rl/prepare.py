@@ -1,0 +1,197 @@
+"""Prepares a run of reinforcement learning: the reward functions, the prompts, the folder and the session, each mistake
+found as early as it can be. Memory is planned as for a session whose data is not known yet (training/prepare.py)."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from graftune.data.prompts import Prompt, Prompts, read_prompts
+from graftune.data.row import Refusal
+from graftune.data.summary import counted
+from graftune.data.template import usable_format
+from graftune.errors import GraftuneError
+from graftune.losses import LOSSES, choose
+from graftune.losses.policy import PolicyLoss
+from graftune.observe.console import Console
+from graftune.observe.memory import forget_earlier_runs, free_bytes
+from graftune.plan import Plan, card_here
+from graftune.rl.rewards import Rewards
+from graftune.runtime import set_up
+from graftune.session import Parts, Session, open_session, text, with_template
+from graftune.settings import auto
+from graftune.settings.config import Config
+from graftune.settings.sources import DataValue, label
+from graftune.tokenizer import Tokenizer
+from graftune.tokenizer.template import today
+from graftune.training.prepare import opened, plan_session
+from graftune.training.ranks import SingleProcess
+from graftune.weights.base import with_new_tokens
+
+USUAL_HELD_OUT = 64  # prompts of an evaluation, unless eval_examples says otherwise
+
+
+@dataclass(frozen=True)
+class PreparedRl:
+    """A run that is ready for its first step."""
+
+    folder: Path
+    session: Session
+    training: list[Prompt]
+    held_out: list[Prompt]
+    data_sha256: str
+    prompts_sha256: str  # of the prompts as tokens
+    rewards: Rewards
+    before: Config | None  # the settings so far of a run that is resumed
+    ranks: SingleProcess
+    plan: Plan | None = None
+
+    @property
+    def parts(self) -> Parts:
+        return self.session.parts
+
+
+def with_policy_loss(config: Config) -> Config:
+    """The settings with a policy loss: ppo unless one is named."""
+    config = config.replace(loss="ppo") if config.train.loss == "cross_entropy" else config
+    if not isinstance(choose(config.train), PolicyLoss):
+        names = ", ".join(
+            name for name, row in LOSSES.items() if isinstance(row.make, type) and issubclass(row.make, PolicyLoss)
+        )
+        raise GraftuneError(
+            f"loss is {config.train.loss}, which does not train on rewards", fix=f"set it to one of: {names}"
+        )
+    return config
+
+
+def prepare_rl(
+    config: Config,
+    console: Console,
+    held: ExitStack,
+    folder_for: Callable[[Config, DataValue], Path],
+    ranks: SingleProcess,
+    before: Config | None = None,
+) -> PreparedRl:
+    """Prepare a run. `folder_for` makes or finds its folder, once its data was read; what it opens is closed with
+    `held`. `before`: the settings so far of a run that is resumed."""
+    if before is None and not config.data.date:
+        config = config.replace(date=today().isoformat())
+    config, chosen_length = with_policy_loss(config), config.data.max_seq_len
+    if not config.data.data:
+        raise GraftuneError("there is no data", fix="name a file of prompts: graftune rl BASE DATA --reward file.py")
+    rewards = Rewards(config.rl)
+    held.callback(rewards.close)
+    with console.working("importing the reward functions"):
+        rewards.check()
+    device = ranks.device(config.base.device)
+    for note in set_up(device):
+        console.note(note)
+    forget_earlier_runs()
+    card = card_here(device) if device.type == "cuda" else None  # before anything is loaded: a plan counts the base too
+    free = free_bytes(device) if device.type == "cpu" else 0
+    with console.working("opening the base"):
+        config, base, adapter = opened(config)
+    tokens = config.lora.new_tokens
+    reader = with_template(with_new_tokens(base, tokens) if tokens else base, config, adapter).tokenizer
+    with console.working("reading the data"):
+        data = _read(config, reader, config.data.data, console)
+    if not chosen_length:  # no longer than needed: memory is planned for it
+        config = config.replace(max_seq_len=max(data.longest + config.rl.answer_tokens, 8))
+    config = _with_auto(config, base.spec.parameters, console)
+    folder = folder_for(config, config.data.data)
+    with console.working("loading the base"):
+        session = open_session(config, base=base)
+    held.callback(session.close)
+    parts = session.parts
+    parts.say, session.feed.planner = console.note, functools.partial(plan_session, card=card, free=free)
+    parts.config = parts.config.replace(out=str(folder))
+    session.feed.resolve_auto(None, session.loss.layout(()))
+    return PreparedRl(
+        folder, session, data.training, data.held_out, data.data_sha256, data.sha256, rewards, before, ranks
+    )
+
+
+@dataclass(frozen=True)
+class _Read:
+    training: list[Prompt]
+    held_out: list[Prompt]
+    data_sha256: str
+    sha256: str
+    longest: int  # tokens of a prompt
+
+
+def _read(config: Config, tokenizer: Tokenizer, value: DataValue, console: Console) -> _Read:
+    console.note(f"reading {label(value)}")
+    encoded = _fitting(read_prompts(value, config.data), config, tokenizer, console, value)
+    if config.data.eval_data:
+        other = read_prompts(config.data.eval_data, config.data)
+        held = _fitting(other, config, tokenizer, console, config.data.eval_data)
+        training, data = encoded, encoded.sha256 + held.sha256
+    else:
+        training, held = _split(encoded, config.data.val_split, config.train.seed)
+        data = encoded.sha256
+    most = config.data.eval_examples or USUAL_HELD_OUT
+    digest = hashlib.sha256(repr([training.tokens, held.tokens]).encode()).hexdigest()
+    order = np.sort(np.random.default_rng([config.train.seed, 0xE7A1]).permutation(len(held.prompts))[:most]).tolist()
+    chosen = held.subset(order)
+    console.note(
+        f"prompts: {len(training.prompts)} to train on, {len(held.prompts)} held out"
+        + (f", {len(order)} of them evaluated" if len(order) < len(held.prompts) else "")
+    )
+    return _Read(training.prompts, chosen.prompts, data, digest, max(map(len, (*training.tokens, *chosen.tokens))))
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    prompts: list[Prompt]
+    tokens: list[list[int]]
+    sha256: str  # of the data
+
+    def subset(self, places: list[int]) -> _Encoded:
+        return replace(self, prompts=[self.prompts[i] for i in places], tokens=[self.tokens[i] for i in places])
+
+
+def _fitting(found: Prompts, config: Config, tokenizer: Tokenizer, console: Console, value: DataValue) -> _Encoded:
+    """The prompts that leave space for an answer. Others are counted and reported."""
+    form, most = usable_format(tokenizer, config.data), config.data.max_seq_len - config.rl.answer_tokens
+    kept: list[tuple[Prompt, list[int]]] = []
+    for prompt in found.prompts:
+        try:
+            tokens = text.conversation(tokenizer, form, prompt.messages)
+            if len(tokens) > most:
+                raise Refusal(f"a prompt longer than the {most} tokens that max_seq_len leaves beside answer_tokens")
+            kept.append((prompt, tokens))
+        except Refusal as refusal:
+            found.refused[refusal.reason] += 1
+    for reason, count in found.refused.items():
+        console.warn(f"{label(value)}: {counted(count, 'row')} left out: {reason}")
+    if not kept:
+        raise GraftuneError("no prompt can be used", where=label(value), fix="set max_seq_len, or lower answer_tokens")
+    return _Encoded([prompt for prompt, _ in kept], [tokens for _, tokens in kept], found.sha256)
+
+
+def _split(data: _Encoded, share: float, seed: int) -> tuple[_Encoded, _Encoded]:
+    """Training and held-out prompts; equal ones are on the same side."""
+    texts: dict[tuple[int, ...], list[int]] = {}
+    for place, tokens in enumerate(data.tokens):
+        texts.setdefault(tuple(tokens), []).append(place)
+    groups = list(texts.values())
+    count = min(len(groups) - 1, max(1, round(share * len(groups)))) if share else 0
+    order = np.random.default_rng([seed, 0x51D3]).permutation(len(groups)).tolist()
+    held = sorted(place for group in order[:count] for place in groups[group])
+    rest = sorted(place for group in order[count:] for place in groups[group])
+    return data.subset(rest), data.subset(held)
+
+
+def _with_auto(config: Config, parameters: int, console: Console) -> Config:
+    own = LOSSES[config.train.loss].lr
+    found = auto.with_lr(config, parameters, own)
+    if line := auto.said(config, found, parameters, own):
+        console.note(line)
+    return auto.with_step_tokens(found, parameters)

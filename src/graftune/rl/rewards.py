@@ -1,0 +1,143 @@
+"""Rewards of answers, by functions of the user's, as TRL has them.
+
+    def reward(prompts, completions, **columns): ...      # a number or None for each completion; plain or async
+
+Each function runs in a process of its own with a time limit (training/user_function.py) and gets all answers of a round
+in one call. If that call raises or returns too few numbers, it is called again group by group, so that only the groups
+that it cannot handle are lost. None means that the function does not apply to an answer; the others then decide alone.
+A number that is not finite, and a call that fails, leave the answer without a reward: it is not trained, and counted.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from graftune.data.prompts import Prompt
+from graftune.errors import GraftuneError, one_line
+from graftune.settings.config import RlConfig
+from graftune.training.user_function import CallFailed, FunctionName, UserFunction
+
+EPSILON = 1e-4  # added to the standard deviation, as TRL does
+
+Between = Callable[[], None]
+
+
+@dataclass
+class Rewarded:
+    """Rewards of the answers of a round, in their order."""
+
+    totals: list[float | None]  # weighted sums; None: a function failed, or none applies
+    by_function: dict[str, list[float | None]]
+    failed: dict[str, int] = field(default_factory=dict)  # answers that each function failed for
+    errors: dict[str, str] = field(default_factory=dict)  # the first error of each
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Of each function, over the answers that it applies to."""
+        found = {name: [one for one in values if one is not None] for name, values in self.by_function.items()}
+        return {name: statistics.fmean(values) for name, values in found.items() if values}
+
+
+class Rewards:
+    """The reward functions of a run."""
+
+    def __init__(self, settings: RlConfig):
+        names = [FunctionName.of(text) for text in settings.reward]
+        if not names:
+            raise GraftuneError("there is no reward function", fix="set reward, as in --reward file.py")
+        counts = {one.name: sum(other.name == one.name for other in names) for one in names}
+        self.weights: dict[str, float] = {}
+        self.functions: dict[str, UserFunction] = {}
+        for one in names:
+            name = one.name if counts[one.name] == 1 else f"{one.path.stem}.{one.name}"
+            if name in self.functions:
+                raise GraftuneError(f"the reward {name} is given twice", fix="give it once, with a weight")
+            self.weights[name] = one.weight
+            self.functions[name] = UserFunction(one.path, one.name, settings.reward_seconds, "reward")
+
+    def check(self) -> None:
+        """Refuse functions that cannot be imported. Their processes stay."""
+        for name, function in self.functions.items():
+            if why := function.start():
+                raise GraftuneError(
+                    f"the reward {name} cannot be used: {why}", where=str(function.path), fix="correct it"
+                )
+
+    def close(self) -> None:
+        for function in self.functions.values():
+            function.close()
+
+    def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Sequence[str]], between: Between) -> Rewarded:
+        """`answers`: those of each prompt. `between` is called while the functions compute."""
+        counts, total = [len(group) for group in answers], sum(map(len, answers))
+        found = Rewarded([None] * total, {})
+        unusable: set[int] = set()
+        for name, function in self.functions.items():
+            function.hangs = 0
+            values, bad = _called(function, prompts, answers, counts, between)
+            found.by_function[name] = values
+            unusable |= bad.keys()
+            if bad:
+                found.failed[name], found.errors[name] = len(bad), one_line(next(iter(bad.values())), longest=300)
+        for place in range(total):
+            parts = {name: values[place] for name, values in found.by_function.items()}
+            known = [self.weights[name] * value for name, value in parts.items() if value is not None]
+            if known and place not in unusable:
+                found.totals[place] = math.fsum(known)
+        return found
+
+
+def _called(
+    function: UserFunction,
+    prompts: Sequence[Prompt],
+    answers: Sequence[Sequence[str]],
+    counts: Sequence[int],
+    between: Between,
+) -> tuple[list[float | None], dict[int, str]]:
+    """The numbers of one function, and why it has none for some answers, by place."""
+    try:
+        return _read(function(_arguments(prompts, answers), between))
+    except CallFailed as error:
+        hung = function.hangs > 0
+        if len(prompts) == 1 or hung:
+            return [None] * sum(counts), dict.fromkeys(range(sum(counts)), str(error))
+    values: list[float | None] = []
+    bad: dict[int, str] = {}
+    for prompt, group in zip(prompts, answers, strict=True):
+        start = len(values)
+        some, wrong = _called(function, [prompt], [group], [len(group)], between)
+        values += some
+        bad |= {start + place: why for place, why in wrong.items()}
+    return values, bad
+
+
+def _arguments(prompts: Sequence[Prompt], answers: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """As TRL passes them: lists of equal length, with each prompt repeated; conversations get conversations back."""
+    pairs = [(prompt, text) for prompt, group in zip(prompts, answers, strict=True) for text in group]
+    columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+    given: dict[str, Any] = {name: [prompt.columns.get(name) for prompt, _ in pairs] for name in columns}
+    given["prompts"] = [prompt.given for prompt, _ in pairs]
+    turns = [[{"role": "assistant", "content": text}] for _, text in pairs]
+    given["completions"] = [
+        text if isinstance(prompt.given, str) else turn for (prompt, text), turn in zip(pairs, turns, strict=True)
+    ]
+    return given
+
+
+def _read(answer: dict[str, Any]) -> tuple[list[float | None], dict[int, str]]:
+    return list(answer["numbers"]), {int(place): why for place, why in answer.get("bad", {}).items()}
+
+
+def advantages_of(rewards: Sequence[float | None], scale: str) -> list[float | None]:
+    """The advantages of one group: the rewards less their mean and, if scaled, over their standard deviation. Empty if
+    there is nothing to learn from: all rewards are equal, or fewer than two answers have one."""
+    known = [reward for reward in rewards if reward is not None]
+    if len(known) < 2 or min(known) == max(known):
+        return []
+    mean = statistics.fmean(known)
+    by = statistics.stdev(known) + EPSILON if scale == "group" else 1.0
+    return [None if reward is None else (reward - mean) / by for reward in rewards]

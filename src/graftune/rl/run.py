@@ -1,0 +1,160 @@
+"""The loop of reinforcement learning, over the verbs of a session:
+
+    groups = session.sample(prompts, n=8)          rounds.draw
+    rewards = functions(prompts, groups)
+    session.forward_backward(examples)             with advantages and sampled log-probabilities
+    session.optim_step()
+
+Evaluations, checkpoints, checks of the numbers and trackers are the hooks of every run. A round is one or several
+steps; one in which every group's rewards are equal changes nothing, and its steps are counted all the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from graftune.observe.console import Console
+from graftune.observe.events import Event
+from graftune.rl import rounds
+from graftune.rl.held_out import HeldOut
+from graftune.rl.prepare import PreparedRl
+from graftune.rl.rounds import Round, RoundPlan
+from graftune.step.pipeline import Figures
+from graftune.step.schedule import learning_rate
+from graftune.training.guard import Guard
+from graftune.training.hooks import Hook, RunState
+from graftune.training.resume import identity, run_length, write_start
+from graftune.training.run import Run, RunLength
+from graftune.training.trackers import Callback
+
+FIGURES = (
+    "reward", "reward_std", "answer_tokens", "truncated", "skipped_groups", "reward_failed", "sample_tok_s", "sample_s",
+    "reward_s", "train_s",
+)  # fmt: skip
+# Logged with the first update of a round only, since they add up.
+ONCE = ("sample_s", "reward_s", "skipped_groups", "reward_failed")
+PHASES = {"sample_s": "sampling", "reward_s": "rewards", "train_s": "training"}
+
+
+class PolicyRun(Run):
+    """One run of reinforcement learning in its folder."""
+
+    def __init__(self, prepared: PreparedRl, console: Console, callbacks: Sequence[Callback] = ()):
+        self.prepared, self.session, self.evaluates = prepared, prepared.session, bool(prepared.held_out)
+        parts, config = prepared.parts, prepared.parts.config
+        settings = config.rl
+        self.plan = RoundPlan(
+            len(prepared.training), settings.prompts_per_round, settings.updates_per_round, config.train.seed
+        )
+        length = run_length(self.plan, config.train)
+        before = run_length(self.plan, prepared.before.train) if prepared.before else length
+        same = identity(config, parts.base, prepared.data_sha256, prepared.prompts_sha256)
+        super().__init__(prepared, console, same, RunLength(length, before))
+        self.guard = Guard(None, self.checkpoints, config.run.max_skipped, config.run.stop_on_warning)
+        self.times = PhaseTimes()
+        evaluation = [HeldOut(self.session, prepared.held_out, prepared.rewards)] if prepared.held_out else []
+        figures = (*FIGURES, *parts.loss.figures)
+        self.hooks = self.state.hooks = [*evaluation, self.times, *self._last_hooks(callbacks, figures)]
+        self.reported: set[str] = set()  # errors of reward functions
+
+    def start(self) -> None:
+        write_start(self.state, len(self.prepared.training), self.prepared.plan, self.checkpoints.identity)
+
+    def _epoch(self) -> None:
+        state, p, updates = self.state, self.state.progress, self.plan.updates
+        while not state.epoch_ends and not self._ended():
+            drawn = self._drawn(p.epoch_step // updates, p.epoch_step % updates)
+            for _ in range(p.epoch_step % updates, updates):
+                self._update(drawn)
+                if self.last is not None and p.step >= self.last:
+                    self._stop_after_last()
+                self._run_due()
+                if self._ended():
+                    return
+
+    def _drawn(self, number: int, done: int) -> Round:
+        """The round that is next, or the one of which `done` updates were made before a resume."""
+        state, p, prepared = self.state, self.state.progress, self.prepared
+        stored = Round.load(state.folder, p.step - done)
+        if stored is not None:
+            return stored
+        assert not done, "a round whose updates have begun is stored"
+        chosen = [prepared.training[place] for place in self.plan.chosen(p.epoch, number)]
+        state.report.phase("sampling")
+        with state.stop.interruptible():
+            seed = self.plan.seed_of(p.epoch, number)
+            how = self.session, self.parts.config, chosen, prepared.rewards, state.check_stop
+            found = rounds.draw(*how, step=p.step, seed=seed)
+        found.save(state.folder)
+        state.report.log.emit("answers", step=p.step + 1, **found.shown)
+        self._report_failures(found)
+        return found
+
+    def _report_failures(self, found: Round) -> None:
+        """Each error once; how many answers have no reward is a figure of every step."""
+        for name, why in found.failed.items():
+            if why not in self.reported and len(self.reported) < 20:
+                self.reported.add(why)
+                step, count = self.state.progress.step + 1, int(found.figures.get("reward_failed", 0))
+                lost = f"{count} answers have no reward and are not trained"
+                self.state.report.warn(f"step {step}: the reward {name} failed ({why}); {lost}", step)
+
+    def _update(self, drawn: Round) -> None:
+        """One optimizer step over all answers of a round."""
+        state, report, p, session = self.state, self.state.report, self.state.progress, self.session
+        lr, began, figures = learning_rate(p.step, state.total, self.parts.config.optim), time.perf_counter(), _NOTHING
+        tokens = responses = 0
+        report.sending()
+        session.steps = p.step
+        if drawn.examples:
+            state.check_stop()
+            session.forward_backward(drawn.examples)
+            stats = session.optim_step(lr=lr)
+            figures, tokens, responses = stats.fetched(), stats.tokens, stats.response_tokens
+        seconds = time.perf_counter() - began
+        facts: dict[str, Any] = {"step": p.step + 1, "epoch": p.epoch, "lr": lr, "tokens": tokens}
+        once = ONCE if p.epoch_step % self.plan.updates else ()
+        facts |= {"response_tokens": responses, "train_s": seconds}
+        facts |= {name: value for name, value in drawn.figures.items() if name not in once}
+        p.step, p.epoch_step = p.step + 1, p.epoch_step + 1
+        report.host_seconds.append(seconds)
+        report.sent(self.parts, p.step)
+        self._take(figures._replace(tag=facts))
+
+
+_NOTHING = Figures(None, 0.0, 0.0, False, 0.0, 0.0, {})  # of a step without answers to train on
+
+
+class PhaseTimes(Hook):
+    """Adds up where the time of a run goes, and what was skipped, for its summary."""
+
+    def __init__(self) -> None:
+        self.sums: Counter[str] = Counter()
+        self.rewards: list[float] = []
+
+    def resumed(self, state: RunState, events: Sequence[Event]) -> None:
+        for event in events:
+            if event["event"] == "step" and event["step"] <= state.progress.step:
+                self._add(event)
+
+    def step_done(self, state: RunState, figures: Figures) -> None:
+        self._add(figures.tag)
+
+    def finish(self, state: RunState) -> dict[str, Any]:
+        total = sum(self.sums[name] for name in PHASES) or 1.0
+        shares = ", ".join(f"{what} {self.sums[name] / total:.0%}" for name, what in PHASES.items())
+        skipped, failed = int(self.sums["skipped_groups"]), int(self.sums["reward_failed"])
+        more = f"; {failed} answers without a reward" if failed else ""
+        state.report.console.note(f"time: {shares}; groups skipped because their rewards were equal: {skipped}{more}")
+        return {
+            "seconds": {what: self.sums[name] for name, what in PHASES.items()},
+            "skipped_groups": skipped,
+            "reward_failed": failed,
+        }
+
+    def _add(self, facts: dict[str, Any]) -> None:
+        for name in (*PHASES, "skipped_groups", "reward_failed"):
+            self.sums[name] += facts.get(name) or 0

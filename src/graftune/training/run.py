@@ -1,0 +1,273 @@
+"""A run in its folder: it takes steps until it ends or is stopped, takes their figures when they arrive, and calls the
+hooks. A subclass says what a step is: `Trainer` (trainer.py) trains on batches of data, `PolicyRun` (rl/run.py) on
+answers that the model samples.
+
+Everything a run does next follows from its `Progress`: which step is next and which evaluation was last. So a run that
+was killed anywhere goes on from its last checkpoint and computes, bit for bit, what it would have computed. Signals are
+noticed between micro-batches; gradients since the last update are dropped, and the last whole step is saved.
+
+`Progress.step` counts the steps that were sent. Their figures come when they are done, on a GPU a step or two later;
+before an evaluation, a checkpoint and the end the loop waits for all of them, so that the log has every step that a
+checkpoint holds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from graftune.data.pack import Capacities
+from graftune.observe.console import Console
+from graftune.observe.events import Event, EventLog
+from graftune.observe.trackers import Tracking
+from graftune.plan import Plan
+from graftune.session import Parts
+from graftune.settings.config import Config
+from graftune.spans import marked
+from graftune.step.pipeline import Figures
+from graftune.training import ending
+from graftune.training.checkpoints import Checkpoints
+from graftune.training.evaluation import Evaluation
+from graftune.training.guard import Guard, Halted
+from graftune.training.hooks import Hook, RunState
+from graftune.training.ranks import SingleProcess
+from graftune.training.reporter import LiveSpeed, Reporter
+from graftune.training.resume import Length, find_checkpoint, resume_folder
+from graftune.training.signals import HANGUP, Interrupted, SignalWatch
+from graftune.training.trackers import Callback, Callbacks, Trackers
+from graftune.weights.checkpoint import Identity
+
+
+@dataclass
+class TrainResult:
+    """The outcome of a run."""
+
+    folder: Path  # with the adapter, the checkpoints and the log
+    steps: int  # in all
+    stopped: str  # finished, early stop or interrupted
+    first_eval: float | None  # the validation loss before the first step
+    best_eval: float | None  # the least one since
+    summary: dict[str, Any] = field(default_factory=dict)  # the figures of the log's last event
+    signal: int = 0  # that interrupted it
+    started: bool = True  # False: stopped while it was prepared, with nothing written
+
+
+class Opened(Protocol):
+    """A run that is ready for its first step."""
+
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def parts(self) -> Parts: ...
+    @property
+    def plan(self) -> Plan | None: ...
+    @property
+    def before(self) -> Config | None: ...
+    @property
+    def ranks(self) -> SingleProcess: ...
+
+
+class RunLength(NamedTuple):
+    """In steps: now, and before this resume."""
+
+    now: Length
+    before: Length
+
+
+class Run(ABC):
+    guard: Guard
+    evaluates: bool  # whether the last step is evaluated, which saves it
+
+    def __init__(
+        self,
+        opened: Opened,
+        console: Console,
+        same: Identity,
+        length: RunLength,
+        shape: Capacities | None = None,
+        live: LiveSpeed | None = None,
+    ):
+        """`same`: what must be the same for a checkpoint to be resumed from."""
+        parts, ranks = opened.parts, opened.ranks
+        self.parts, self.shape, self.length = parts, shape, length
+        self.step, self.pipeline = parts.step, parts.pipeline
+        self.found: Path | None = None  # the checkpoint to go on from
+        self.hooks: Sequence[Hook] = ()
+        if opened.before is not None and ranks.leads:
+            self.found = find_checkpoint(opened.folder, same, length.before.epoch_steps, console.warn)
+        log = EventLog(opened.folder / "metrics.jsonl" if ranks.leads else os.devnull, self._tell_event)
+        report = Reporter(console, log, length.now.total, parts.runtime.device, opened.plan, live)
+        epoch_steps = max(length.now.epoch_steps, length.before.epoch_steps, key=len)
+        self.state = RunState(parts, opened.folder, ranks, report, length.now.total, epoch_steps)
+        self.checkpoints = Checkpoints(opened.folder / "checkpoints", same)
+        self.last: int | None = None  # the step after which all ranks stop, once one of them asks for it
+        self.closing = False  # all steps are done: what is left changes no checkpoint
+
+    def _last_hooks(self, callbacks: Sequence[Callback], figures: Sequence[str]) -> list[Hook]:
+        """Those that every run has, after its own. `figures`: numbers of a step that trackers get too."""
+        state, run = self.state, self.parts.config.run
+        hooks: list[Hook] = [self.checkpoints, self.guard]
+        if callbacks:
+            hooks.append(Callbacks(callbacks))
+        if run.track != "none" and state.ranks.leads:
+            settings, warn = self.parts.config.flat(), state.report.console.warn
+            hooks.append(Trackers(Tracking(run.track, state.folder, settings, warn, state.epoch_steps, figures)))
+        return hooks
+
+    @abstractmethod
+    def start(self) -> None:
+        """Write a new folder: the configuration and the log's first line. From here on the run can be resumed."""
+
+    @abstractmethod
+    def _epoch(self) -> None:
+        """Take steps until the epoch or the run ends."""
+
+    def resume(self) -> None:
+        """Go on in an existing folder from the latest whole checkpoint, or from the beginning if there is none yet."""
+        resume_folder(self.state, self.checkpoints, self.found, self.length.before, self.shape)
+
+    def go(self) -> TrainResult:
+        state = self.state
+        try:
+            with self._signal_watch():  # until the last checkpoint is written: a signal is often sent twice
+                stopped, summary = self._to_the_end()
+        except Halted:
+            raise self.guard.halted(state) from None
+        finally:
+            for hook in self.hooks:
+                hook.close(state)
+            state.report.log.close()
+        p = state.progress
+        return TrainResult(state.folder, p.step, stopped, p.first_loss, p.best_loss, summary, state.stop.signal)
+
+    def _to_the_end(self) -> tuple[str, dict[str, Any]]:
+        """How the run ended, and its summary."""
+        state = self.state
+        try:
+            stopped = self._train()
+            if not self.evaluates:  # else the last evaluation was saved
+                self.checkpoints.save(state)
+            self.closing = True
+            state.report.phase("finalising")
+            with state.ranks.busy("finishing the run"):
+                return stopped, ending.finish(state, self.checkpoints, stopped)
+        except (Interrupted, OSError) as error:
+            if isinstance(error, OSError) and not state.stop.signal:
+                state.report.console.note(self.checkpoints.lost(state))  # the log or a checkpoint could not be written
+                raise
+            # Writing to a terminal that is gone fails: the checkpoint comes first, without a message.
+            self._save_and_stop()
+            return "interrupted", {}
+
+    def _train(self) -> str:
+        """Take all steps. Returns why they ended."""
+        state = self.state
+        try:
+            for hook in self.hooks:
+                hook.start(state)
+            with state.report.steps(state.progress.step):
+                self._run_due()
+                while not (ended := self._ended()):
+                    if state.epoch_ends:
+                        state.progress.epoch, state.progress.epoch_step = state.progress.epoch + 1, 0
+                    self._epoch()
+                self.finish_steps()
+                if ended == "finished":  # an early stop follows an evaluation, which has checked the weights
+                    self.guard.check_end(state)
+                return ended
+        finally:
+            for hook in self.hooks:
+                hook.stop(state)
+
+    def _ended(self) -> str:
+        p, patience = self.state.progress, self.parts.config.train.patience
+        if p.step >= self.state.total:
+            return "finished"
+        return "early stop" if patience and p.stale >= patience else ""
+
+    def _run_due(self) -> None:
+        """Run the hooks that are due between two steps, in their order: a checkpoint follows an evaluation."""
+        state = self.state
+        for hook in self.hooks:
+            if hook.due(state):
+                self.finish_steps()
+                with state.report.meter.paused():
+                    if isinstance(hook, Evaluation) and self.checkpoints.overdue(state):  # an evaluation may take long
+                        self.checkpoints.save(state)
+                    hook.run(state)
+
+    def finish_steps(self) -> None:
+        """Wait for every step that was sent, and report it."""
+        with marked("wait for steps"):
+            finished = self.pipeline.finished(wait=True)
+        for done in finished:
+            self._take(done)
+
+    def _take(self, done: Figures) -> None:
+        """Take the figures of a step that is done."""
+        state = self.state
+        state.ranks.finished(done)
+        state.report.step(done, scaled=self.step.scaler is not None)
+        for hook in self.hooks:
+            hook.step_done(state, done)
+        if done.signals.stop:
+            state.stop.signal = state.stop.signal or signal.SIGTERM
+        if self.last is None and (done.signals.stop or self.guard.stops):
+            # By then every rank knows, whichever step it had sent when the figures arrived.
+            self.last = done.tag["step"] + self.pipeline.ahead
+
+    def _stop_after_last(self) -> None:
+        """The step after which all ranks stop is done. It goes on if later updates were not skipped any more."""
+        self.finish_steps()
+        self.guard.halt_if_asked()
+        if self.state.stop.signal:
+            raise Interrupted
+        self.last = None
+
+    def _tell_event(self, event: Event) -> None:
+        for hook in self.hooks:
+            hook.event(self.state, event)
+
+    # Signals
+
+    def _signal_watch(self) -> SignalWatch:
+        """On a GPU the host only sends work, which takes no time to speak of: nothing is given up there. Of several
+        ranks none leaves a step that others have begun."""
+        state, alone = self.state, self.state.ranks.world is None
+        on_cpu = self.parts.runtime.device.type == "cpu"
+        return SignalWatch(
+            state.stop.note,
+            within=self.parts.config.run.stop_within if alone and on_cpu else 0.0,
+            overdue=self._give_up,
+            confirm=self._confirm_stop,
+            lost=lambda: self.checkpoints.lost(state),
+            once=not alone,
+        )
+
+    def _confirm_stop(self, number: int) -> None:
+        """Called in a thread, while the step goes on."""
+        again = "; Ctrl-C again ends at once" if number == signal.SIGINT and self.state.ranks.world is None else ""
+        if number != HANGUP:  # then the terminal may be gone
+            self.state.report.console.note(f"stopping and saving the last whole step{again}")
+
+    def _give_up(self) -> None:
+        """Leave a micro-batch, an evaluation or answers that take too long after a signal."""
+        if self.pipeline.in_micro or self.state.stop.may_give_up:
+            self.pipeline.in_micro = self.state.stop.may_give_up = False
+            raise Interrupted
+
+    def _save_and_stop(self) -> None:
+        state, number = self.state, self.state.stop.signal
+        if number == HANGUP:
+            state.report.silence()
+        self.step.discard()
+        self.finish_steps()
+        if not self.closing:  # by then the arena may hold the best step's weights
+            self.checkpoints.save(state)
+        if state.ranks.leads:
+            state.report.end(self.parts, state.progress.step, "interrupted", signal=int(number))
