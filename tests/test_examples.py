@@ -131,3 +131,11 @@ def test_the_notebook_runs(
         exec(compile(cell.replace('BASE = ""', f"BASE = {str(tiny_folder('llama'))!r}"), "loop.ipynb", "exec"), names)
     assert len(names["history"]) == names["steps"] > 1 and (tmp_path / "loop-adapter").is_dir()
     assert "EvalResult" in capsys.readouterr().out
+
+
+def test_the_distillation_runs(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import distil
+
+    found = distil.main(str(base), str(base), "2", device="cpu", rank=2, quiet=True)
+    assert abs(found[0]) < 1e-4, "before the first step the teacher is the student"

@@ -4,8 +4,8 @@ of its four fields.
     python -m tools.reward_data [FILE]
 
 The best answer is that field alone (data/sample/fields.py). It differs by prompt: the best constant answer earns less
-than 0.05 on average. SmolLM2-135M answers in whole sentences, in which the field is one word of many or missing.
-Prompts and answers are short, about 35 and 3 tokens with SmolLM2's template, since the first run people make is on a CPU.
+than 0.1 on average. SmolLM2-135M answers in whole sentences, in which the field is one word of many or missing.
+Prompts and answers are short, about 35 and 3 tokens with its template, since the first run people make is on a CPU.
 Choices are drawn by `random()` alone, whose sequence Python keeps across versions.
 """
 

@@ -89,8 +89,9 @@ def _unknown_options(command: str, typed: list[str], known: list[str]) -> Graftu
 def _instead(typed: str, known: list[str]) -> str:
     """What to use instead of an option that this command does not have."""
     ours = other_tools.same(typed) or other_tools.plain(typed)
-    if ours in {leaf.name for leaf in leaves()} and flag(ours) not in known:
-        return f"that is {flag(ours)} of graftune train"
+    section = {leaf.name: leaf.section for leaf in leaves()}.get(ours)
+    if section is not None and flag(ours) not in known:
+        return f"that is {flag(ours)} of graftune {'rl' if section == 'rl' else 'train'}"
     return other_tools.advice(typed, [name for name in known if name.startswith("--")], flags=True)
 
 

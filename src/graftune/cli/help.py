@@ -29,7 +29,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
         "BASE DATA --reward FILE.py [OPTIONS]",
         (
             "graftune rl Qwen/Qwen3-4B prompts.jsonl --reward reward.py",
-            "graftune rl model.gguf prompts.jsonl --reward checks.py:correct --reward checks.py:brief=0.1",
+            "graftune rl model.gguf prompts.jsonl --reward checks.py:correct",
             "graftune rl --resume runs/NAME",
         ),
     ),

@@ -8,6 +8,8 @@ from cyclopts import Parameter
 
 from graftune.cli.settings import Switch, given, loaded, looked_at, positional, show_config, takes
 from graftune.cli.train import ended, engine, run_config
+from graftune.data.sample import fields
+from graftune.data.sample.fields import fields_path
 from graftune.errors import GraftuneError
 from graftune.io.yaml_file import read_yaml
 from graftune.observe.console import Console
@@ -35,7 +37,8 @@ def rl(
     watch: Switch = False,
     settings: Any = None,
 ) -> int:
-    """Train BASE with rewards: it answers the prompts of DATA, and reward functions say how good each answer is.
+    """Train BASE with rewards: it answers the prompts of DATA, and reward functions say how good each answer is. With
+    neither data nor a reward: the bundled prompts.
 
     Ctrl-C saves a checkpoint and says how to go on.
 
@@ -69,6 +72,8 @@ def rl(
         whole = loaded(config, flags, console)
         if print_config:
             return show_config(whole, console)
+        if not whole.data.data and not whole.rl.reward:
+            whole = whole.replace(data=str(fields_path()), reward=[fields.__file__])
         whole = looked_at(whole)
     if not whole.rl.reward:
         raise GraftuneError("there is no reward function", fix="name one, as in --reward file.py:function")

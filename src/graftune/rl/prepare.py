@@ -60,13 +60,11 @@ class PreparedRl:
 def with_policy_loss(config: Config) -> Config:
     """The settings with a policy loss: ppo unless one is named."""
     config = config.replace(loss="ppo") if config.train.loss == "cross_entropy" else config
-    if not isinstance(choose(config.train), PolicyLoss):
-        names = ", ".join(
-            name for name, row in LOSSES.items() if isinstance(row.make, type) and issubclass(row.make, PolicyLoss)
-        )
-        raise GraftuneError(
-            f"loss is {config.train.loss}, which does not train on rewards", fix=f"set it to one of: {names}"
-        )
+    policies = [name for name, row in LOSSES.items() if isinstance(row.make, type) and issubclass(row.make, PolicyLoss)]
+    if config.train.loss not in policies:
+        what = f"loss is {config.train.loss}, which does not train on rewards"
+        raise GraftuneError(what, fix=f"set it to one of: {', '.join(policies)}")
+    choose(config.train)  # refuses settings that do not fit
     return config
 
 

@@ -105,3 +105,10 @@ class Settings(TypedDict, total=False):
     deadline: float
     wait_gpu: float
     memory_share: float
+    reward: Sequence[str]
+    reward_seconds: float
+    prompts_per_round: int
+    group: int
+    answer_tokens: int
+    updates_per_round: int
+    advantage_scale: Literal["group", "none"]

@@ -1,0 +1,236 @@
+"""Reinforcement learning: rewards with their failures, advantages, prompts, and runs that are stopped, killed and
+resumed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tools import reward_data
+
+import graftune
+from graftune.data.prompts import Prompt, prompt_of, read_prompts
+from graftune.data.row import Refusal
+from graftune.data.sample.fields import fields_path, reward
+from graftune.errors import GraftuneError
+from graftune.observe.events import read_events
+from graftune.rl.rewards import Rewards, advantages_of
+from graftune.rl.rounds import example_of
+from graftune.settings.config import DataConfig, RlConfig
+from tests.training.runs import adapter_bytes
+
+FUNCTIONS = """
+import math, time
+
+def length(completions, **columns):
+    return [len(one) / 10 for one in completions]
+
+async def wanted(prompts, completions, want):
+    return [None if w is None else float(w in one) for one, w in zip(completions, want)]
+
+def raises_for_b(prompts, completions, **columns):
+    if "b" in prompts:
+        raise ValueError("not b")
+    return [1.0] * len(completions)
+
+def nan_for_long(completions, **columns):
+    return [math.nan if len(one) > 3 else 1 for one in completions]
+
+def too_few(completions, **columns):
+    return [1.0]
+
+def hangs(completions, **columns):
+    time.sleep(60)
+
+def spread(completions, **columns):
+    return [sum(map(ord, one)) % 7 for one in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rewards") / "rewards.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def rewarded(path: Path, *names: str, seconds: float = 30.0) -> Any:
+    prompts = [Prompt([], text, {"want": want}, 0) for text, want in (("a", "x"), ("b", None))]
+    rewards = Rewards(RlConfig(reward=tuple(f"{path}:{name}" for name in names), reward_seconds=seconds))
+    try:
+        return rewards(prompts, [["x", "yyyyy"], ["zz", ""]], lambda: None)
+    finally:
+        rewards.close()
+
+
+def test_rewards_are_weighted_sums_of_those_that_apply(functions: Path) -> None:
+    found = rewarded(functions, "length", "wanted=2")
+    assert found.by_function == {"length": [0.1, 0.5, 0.2, 0.0], "wanted": [1.0, 0.0, None, None]}
+    assert found.totals == pytest.approx([2.1, 0.5, 0.2, 0.0]) and not found.failed
+    assert found.means == pytest.approx({"length": 0.2, "wanted": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("name", "totals", "why"),
+    [
+        ("raises_for_b", [1.1, 1.5, None, None], "not b"),  # the other group keeps its rewards
+        ("nan_for_long", [1.1, None, 1.2, 1.0], "not finite"),
+        ("too_few", [None] * 4, "1 numbers for 2 completions"),
+        ("hangs", [None] * 4, "longer than"),
+    ],
+)
+def test_failures_are_counted(name: str, totals: list[float | None], why: str, functions: Path) -> None:
+    found = rewarded(functions, "length", name, seconds=1.5 if name == "hangs" else 30.0)
+    assert found.failed == {name: totals.count(None)} and why in found.errors[name]
+    assert found.totals == pytest.approx(totals)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("x.txt", "file.py"), ("none.py", "no such file"), ("rewards.py:absent", "no function absent")],
+)
+def test_a_function_that_cannot_be_used_is_refused(text: str, why: str, functions: Path) -> None:
+    with pytest.raises(GraftuneError, match=why):
+        Rewards(RlConfig(reward=(f"{functions.parent}/{text}",))).check()
+
+
+@pytest.mark.parametrize("scale", ["group", "none"])
+def test_advantages_are_trls(scale: str) -> None:
+    """As in trl 1.16.0's GRPOTrainer: the standard deviation is that of a sample, plus 1e-4."""
+    rewards = torch.tensor([0.0, 1.0, 0.5, 0.25])
+    want = rewards - rewards.mean()
+    want = want / (rewards.std() + 1e-4) if scale == "group" else want
+    assert advantages_of(rewards.tolist(), scale) == pytest.approx(want.tolist(), rel=1e-5)
+    assert advantages_of([1.0, None, 3.0], "none") == [-1.0, None, 1.0]
+    assert advantages_of([1.0, 1.0, None], scale) == [] == advantages_of([1.0, None], scale)
+
+
+def test_prompts_of_rows() -> None:
+    text = prompt_of({"question": "2 + 2?", "answer": "4", "level": 1})
+    assert text.messages == [{"role": "user", "content": "2 + 2?"}] and text.given == "2 + 2?"
+    assert text.columns == {"answer": "4", "level": 1}
+    turns = [{"role": "user", "content": "Hi"}]
+    for row in ({"prompt": turns}, {"messages": [*turns, {"role": "assistant", "content": "Hello"}]}):
+        found = prompt_of({**row, "system": "Be brief."})
+        assert found.given == turns
+        assert found.messages == [{"role": "system", "content": "Be brief."}, *turns]
+    for row in ({"text": "no prompt"}, {"prompt": " "}, {"messages": []}):
+        with pytest.raises(Refusal):
+            prompt_of(row)
+
+
+def test_the_bundled_prompts_have_no_good_constant_answer() -> None:
+    prompts = read_prompts(str(fields_path()), DataConfig()).prompts
+    answers = [prompt.columns["answer"] for prompt in prompts]
+    assert reward_data.rendered() == fields_path().read_bytes()
+    assert len(prompts) == 400 and reward(answers, answers) == [1.0] * 400
+    assert max(sum(reward([one] * 400, answers)) for one in set(answers)) < 0.1 * 400
+    assert reward([[{"role": "assistant", "content": "It is Zoe."}], "Tom"], ["Zoe", "Zoe"]) == [1 / 3, 0.0]
+
+
+# Runs. Two updates a round: a stop after an odd step leaves a round half done.
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"word {n}"}) + "\n" for n in range(7)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_folder: Callable[[str], Path], prompts: Path, functions: Path) -> dict[str, Any]:
+    how: dict[str, Any] = {"device": "cpu", "threads": 1, "rank": 4, "lr": 0.02, "temperature": 20.0, "epochs": 1}
+    how |= {"prompts_per_round": 3, "group": 3, "answer_tokens": 4, "updates_per_round": 2, "schedule": "constant"}
+    how |= {"save_every": 1, "eval_every": 2, "patience": 0, "samples": 1, "base": str(tiny_folder("llama"))}
+    return how | {"data": str(prompts), "reward": (f"{functions}:spread",)}
+
+
+class Dies(Exception):
+    pass
+
+
+def dies_at(kind: str, count: int) -> Callable[[dict[str, Any]], None]:
+    """As a kill at the n-th event of a kind: nothing is written after it."""
+    seen = [0]
+
+    def at(event: dict[str, Any]) -> None:
+        seen[0] += event["event"] == kind
+        if event["event"] == kind and seen[0] == count:
+            raise Dies
+
+    return at
+
+
+@pytest.fixture(scope="module")
+def straight(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return graftune.train(**settings, out=str(tmp_path_factory.mktemp("rl") / "straight")).folder
+
+
+def figures(folder: Path) -> dict[int, Any]:
+    names = ("loss", "reward", "reward_std", "ratio", "difference", "answer_tokens", "truncated")
+    steps = [event for event in read_events(folder / "metrics.jsonl") if event["event"] == "step"]
+    return {event["step"]: [event.get(name) for name in names] for event in steps}
+
+
+def test_a_run_reports_its_rewards(straight: Path) -> None:
+    events = read_events(straight / "metrics.jsonl")
+    steps, evals = ([e for e in events if e["event"] == kind] for kind in ("step", "eval"))
+    assert [e["step"] for e in steps] == [1, 2, 3, 4] and [e["step"] for e in evals] == [0, 2, 4]
+    assert all(0 <= e["metrics"]["reward"] <= 6 for e in evals)
+    assert all(e["difference"] < 1e-5 and e["ratio"] == pytest.approx(1, abs=1e-5) for e in steps[::2])
+    assert all(e["difference"] > 1e-5 for e in steps[1::2])  # by the second update the weights have changed
+    for name in ("reward_std", "answer_tokens", "truncated", "clipped", "sample_tok_s"):
+        assert all(name in e for e in steps), name
+    assert all("sample_s" in e and "reward_s" in e and "skipped_groups" in e for e in steps[::2])
+    shown = next(e for e in events if e["event"] == "answers")
+    assert shown["best"][0]["reward"] >= shown["worst"][0]["reward"] and shown["best"][0]["prompt"].startswith("word")
+    end = events[-1]
+    assert end["metric"]["name"] == "reward" and end["best_step"] in (2, 4)
+    assert end["metric"]["best"] == max(e["metrics"]["reward"] for e in evals[1:])
+    assert (straight / "adapter" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(("kind", "count"), [("answers", 1), ("step", 1), ("step", 3), ("eval", 2), ("answers", 2)])
+def test_killed_and_resumed_is_straight(
+    kind: str, count: int, settings: dict[str, Any], straight: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(Dies):
+        graftune.train(**settings, out=str(tmp_path / "run"), callbacks=[dies_at(kind, count)])
+    graftune.train(resume=tmp_path / "run")
+    assert adapter_bytes(tmp_path / "run") == adapter_bytes(straight)
+    assert figures(tmp_path / "run") == figures(straight)
+
+
+def test_stopped_within_a_round_and_resumed_is_straight(
+    settings: dict[str, Any], straight: Path, tmp_path: Path
+) -> None:
+    def stop(event: dict[str, Any]) -> str | None:
+        return "stop" if event["event"] == "step" and event["step"] == 3 else None
+
+    result = graftune.train(**settings, out=str(tmp_path / "run"), callbacks=[stop])
+    assert (result.stopped, result.steps) == ("interrupted", 3)
+    graftune.train(resume=tmp_path / "run")
+    assert adapter_bytes(tmp_path / "run") == adapter_bytes(straight)
+
+
+def test_a_loss_that_reads_no_rewards_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(GraftuneError, match="does not train on rewards"):
+        graftune.train(**settings | {"loss": "dpo"}, out=str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_example_holds_its_end_token() -> None:
+    from graftune.infer.generate import Token
+    from graftune.session import Sample
+
+    ended = Sample("a", [5], [-1.0], "stop", [-2.0], Token(9, -0.1, -0.2))
+    assert example_of([1, 2], ended, 0.5) == {
+        "tokens": [1, 2, 5, 9], "mask": [0, 0, 1, 1], "logprobs": [0.0, 0.0, -2.0, -0.2], "advantages": 0.5,
+    }  # fmt: skip
+    cut = Sample("a", [5], [-1.0], "length", [-2.0])
+    assert example_of([1], cut, 0.5)["tokens"] == [1, 5]
