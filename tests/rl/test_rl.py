@@ -13,9 +13,9 @@ import torch
 from tools import reward_data
 
 import graftune
-from graftune.data.prompts import Prompt, prompt_of, read_prompts
+from graftune.data.prompts import PromptRow, prompt_of, read_prompts
 from graftune.data.row import Refusal
-from graftune.data.sample.fields import fields_path, reward
+from graftune.data.sample.parcels import parcels_path, reward
 from graftune.errors import GraftuneError
 from graftune.observe.events import read_events
 from graftune.rl.rewards import Rewards, advantages_of
@@ -59,7 +59,7 @@ def functions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rewarded(path: Path, *names: str, seconds: float = 30.0) -> Any:
-    prompts = [Prompt([], text, {"want": want}, 0) for text, want in (("a", "x"), ("b", None))]
+    prompts = [PromptRow([], text, {"want": want}, 0) for text, want in (("a", "x"), ("b", None))]
     rewards = Rewards(RlConfig(reward=tuple(f"{path}:{name}" for name in names), reward_seconds=seconds))
     try:
         return rewards(prompts, [["x", "yyyyy"], ["zz", ""]], lambda: None)
@@ -124,12 +124,12 @@ def test_prompts_of_rows() -> None:
 
 
 def test_the_bundled_prompts_have_no_good_constant_answer() -> None:
-    prompts = read_prompts(str(fields_path()), DataConfig()).prompts
+    prompts = read_prompts(str(parcels_path()), DataConfig()).prompts
     answers = [prompt.columns["answer"] for prompt in prompts]
-    assert reward_data.rendered() == fields_path().read_bytes()
+    assert reward_data.rendered() == parcels_path().read_bytes()
     assert len(prompts) == 400 and reward(answers, answers) == [1.0] * 400
     assert max(sum(reward([one] * 400, answers)) for one in set(answers)) < 0.1 * 400
-    assert reward([[{"role": "assistant", "content": "It is Zoe."}], "Tom"], ["Zoe", "Zoe"]) == [1 / 3, 0.0]
+    assert reward([[{"role": "assistant", "content": "It is Zoe."}], "Tom"], ["Zoe", "Tom"]) == [0.0, 1.0]
 
 
 # Runs. Two updates a round: a stop after an odd step leaves a round half done.

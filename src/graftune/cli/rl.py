@@ -8,8 +8,8 @@ from cyclopts import Parameter
 
 from graftune.cli.settings import Switch, given, loaded, looked_at, positional, show_config, takes
 from graftune.cli.train import ended, engine, run_config
-from graftune.data.sample import fields
-from graftune.data.sample.fields import fields_path
+from graftune.data.sample import parcels
+from graftune.data.sample.parcels import parcels_path
 from graftune.errors import GraftuneError
 from graftune.io.yaml_file import read_yaml
 from graftune.observe.console import Console
@@ -73,7 +73,7 @@ def rl(
         if print_config:
             return show_config(whole, console)
         if not whole.data.data and not whole.rl.reward:
-            whole = whole.replace(data=str(fields_path()), reward=[fields.__file__])
+            whole = whole.replace(data=str(parcels_path()), reward=[parcels.__file__])
         whole = looked_at(whole)
     if not whole.rl.reward:
         raise GraftuneError("there is no reward function", fix="name one, as in --reward file.py:function")

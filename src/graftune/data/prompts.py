@@ -24,7 +24,7 @@ _ANSWER = "answer"  # stands in for the answer that a record of other data has
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptRow:
     messages: list[Message]  # that the model is given
     given: str | list[Any]  # the prompt as the data has it, for reward functions
     columns: dict[str, Any]  # the row's other columns
@@ -37,15 +37,15 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Prompts:
-    prompts: list[Prompt]
+class PromptData:
+    prompts: list[PromptRow]
     refused: Counter[str]  # rows that were left out, by reason
     sha256: str
 
 
-def read_prompts(value: DataValue, config: DataConfig) -> Prompts:
+def read_prompts(value: DataValue, config: DataConfig) -> PromptData:
     """Every prompt of the data; GraftuneError if there is none."""
-    files, refused, found = sources(value), Counter[str](), list[Prompt]()
+    files, refused, found = sources(value), Counter[str](), list[PromptRow]()
     for row in rows(files, config.map, refused=lambda row: None, max_unpacked=config.max_unpacked):
         try:
             if isinstance(row.value, Refusal):
@@ -60,10 +60,10 @@ def read_prompts(value: DataValue, config: DataConfig) -> Prompts:
         raise GraftuneError(
             f"there is no row with a prompt{why}", where=label(value), fix="give rows with a prompt or messages"
         )
-    return Prompts(found, refused, digest_of(files))
+    return PromptData(found, refused, digest_of(files))
 
 
-def prompt_of(row: dict[str, Any], key: int = 0) -> Prompt:
+def prompt_of(row: dict[str, Any], key: int = 0) -> PromptRow:
     """The prompt of a row; raises Refusal."""
     own = {normal(name): name for name, value in row.items() if value is not None}
     name = next((name for name in (*CHATS, *ASKS) if name in own), "")
@@ -79,7 +79,7 @@ def prompt_of(row: dict[str, Any], key: int = 0) -> Prompt:
         record = ask | extra | {"response": _ANSWER}
     record |= {other: row[own[other]] for other in SYSTEMS if other in own}
     columns = {other: value for other, value in row.items() if other != own[name]}
-    return Prompt(to_record(record).messages[:-1], given, columns, key)
+    return PromptRow(to_record(record).messages[:-1], given, columns, key)
 
 
 def _before_answer(turns: Any) -> list[Any]:

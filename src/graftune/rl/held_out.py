@@ -1,4 +1,4 @@
-"""Evaluations of reinforcement learning: greedy answers to held-out prompts and their rewards, before the first step,
+"""Evaluations of reinforcement learning: one sampled answer to each held-out prompt, and the rewards, before the first step,
 every `eval_every` steps, after each epoch and at the end. The reward chooses the best checkpoint and the early stop."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from graftune.data.prompts import Prompt
+from graftune.data.prompts import PromptRow
 from graftune.rl.rewards import Rewarded, Rewards
 from graftune.rl.rounds import answer_figures
 from graftune.session import Sample, Session
@@ -19,7 +19,7 @@ NAME = "reward"
 
 
 class HeldOut(Evaluation):
-    def __init__(self, session: Session, prompts: Sequence[Prompt], rewards: Rewards):
+    def __init__(self, session: Session, prompts: Sequence[PromptRow], rewards: Rewards):
         super().__init__(())
         self.session, self.prompts, self.rewards, self.name = session, prompts, rewards, NAME
 
@@ -34,7 +34,8 @@ class HeldOut(Evaluation):
             groups = self.session.sample(
                 [prompt.messages for prompt in self.prompts],
                 max_new_tokens=settings.answer_tokens,
-                temperature=0.0,
+                temperature=state.config.train.temperature,  # the reward that is trained, and not that of greedy answers
+                seed=state.config.train.seed,
                 logprobs=False,
             )
         answers = [group[0] for group in groups]

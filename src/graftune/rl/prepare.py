@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from graftune.data.prompts import Prompt, Prompts, read_prompts
+from graftune.data.prompts import PromptData, PromptRow, read_prompts
 from graftune.data.row import Refusal
 from graftune.data.summary import counted
 from graftune.data.template import usable_format
@@ -43,8 +43,8 @@ class PreparedRl:
 
     folder: Path
     session: Session
-    training: list[Prompt]
-    held_out: list[Prompt]
+    training: list[PromptRow]
+    held_out: list[PromptRow]
     data_sha256: str
     prompts_sha256: str  # of the prompts as tokens
     rewards: Rewards
@@ -117,8 +117,8 @@ def prepare_rl(
 
 @dataclass(frozen=True)
 class _Read:
-    training: list[Prompt]
-    held_out: list[Prompt]
+    training: list[PromptRow]
+    held_out: list[PromptRow]
     data_sha256: str
     sha256: str
     longest: int  # tokens of a prompt
@@ -147,7 +147,7 @@ def _read(config: Config, tokenizer: Tokenizer, value: DataValue, console: Conso
 
 @dataclass(frozen=True)
 class _Encoded:
-    prompts: list[Prompt]
+    prompts: list[PromptRow]
     tokens: list[list[int]]
     sha256: str  # of the data
 
@@ -155,10 +155,10 @@ class _Encoded:
         return replace(self, prompts=[self.prompts[i] for i in places], tokens=[self.tokens[i] for i in places])
 
 
-def _fitting(found: Prompts, config: Config, tokenizer: Tokenizer, console: Console, value: DataValue) -> _Encoded:
+def _fitting(found: PromptData, config: Config, tokenizer: Tokenizer, console: Console, value: DataValue) -> _Encoded:
     """The prompts that leave space for an answer. Others are counted and reported."""
     form, most = usable_format(tokenizer, config.data), config.data.max_seq_len - config.rl.answer_tokens
-    kept: list[tuple[Prompt, list[int]]] = []
+    kept: list[tuple[PromptRow, list[int]]] = []
     for prompt in found.prompts:
         try:
             tokens = text.conversation(tokenizer, form, prompt.messages)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from graftune.data.prompts import Prompt
+from graftune.data.prompts import PromptRow
 from graftune.errors import GraftuneError, one_line
 from graftune.settings.config import RlConfig
 from graftune.training.user_function import CallFailed, FunctionName, UserFunction
@@ -71,7 +71,7 @@ class Rewards:
         for function in self.functions.values():
             function.close()
 
-    def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Sequence[str]], between: Between) -> Rewarded:
+    def __call__(self, prompts: Sequence[PromptRow], answers: Sequence[Sequence[str]], between: Between) -> Rewarded:
         """`answers`: those of each prompt. `between` is called while the functions compute."""
         counts, total = [len(group) for group in answers], sum(map(len, answers))
         found = Rewarded([None] * total, {})
@@ -93,7 +93,7 @@ class Rewards:
 
 def _called(
     function: UserFunction,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[PromptRow],
     answers: Sequence[Sequence[str]],
     counts: Sequence[int],
     between: Between,
@@ -115,7 +115,7 @@ def _called(
     return values, bad
 
 
-def _arguments(prompts: Sequence[Prompt], answers: Sequence[Sequence[str]]) -> dict[str, Any]:
+def _arguments(prompts: Sequence[PromptRow], answers: Sequence[Sequence[str]]) -> dict[str, Any]:
     """As TRL passes them: lists of equal length, with each prompt repeated; conversations get conversations back."""
     pairs = [(prompt, text) for prompt, group in zip(prompts, answers, strict=True) for text in group]
     columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from graftune.data.prompts import Prompt
+from graftune.data.prompts import PromptRow
 from graftune.io.files import write_file
 from graftune.rl.rewards import Between, Rewarded, Rewards, advantages_of
 from graftune.session import Sample, Session
@@ -76,7 +76,7 @@ class Round:
 def draw(
     session: Session,
     config: Config,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[PromptRow],
     rewards: Rewards,
     between: Between,
     *,
@@ -142,7 +142,9 @@ def answer_figures(answers: Sequence[Sample], rewarded: Rewarded) -> dict[str, f
     return figures
 
 
-def _shown(prompts: Sequence[Prompt], answers: Sequence[Sample], rewarded: Rewarded) -> dict[str, list[dict[str, Any]]]:
+def _shown(
+    prompts: Sequence[PromptRow], answers: Sequence[Sample], rewarded: Rewarded
+) -> dict[str, list[dict[str, Any]]]:
     """The best and the worst answers, each to another prompt where there are several."""
     rows: list[dict[str, Any]] = [
         {"prompt": prompt.asked[:LONGEST], "answer": answer.text[:LONGEST], "reward": total}
