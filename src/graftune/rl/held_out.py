@@ -1,5 +1,6 @@
-"""Evaluations of reinforcement learning: one sampled answer to each held-out prompt, and the rewards, before the first step,
-every `eval_every` steps, after each epoch and at the end. The reward chooses the best checkpoint and the early stop."""
+"""Evaluations of reinforcement learning: one sampled answer to each held-out prompt, and the rewards, before the first
+step, every `eval_every` steps, after each epoch and at the end. Answers are sampled as in training, so that their reward
+is the one that is trained. It chooses the best checkpoint and the early stop."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class HeldOut(Evaluation):
             groups = self.session.sample(
                 [prompt.messages for prompt in self.prompts],
                 max_new_tokens=settings.answer_tokens,
-                temperature=state.config.train.temperature,  # the reward that is trained, and not that of greedy answers
+                temperature=state.config.train.temperature,
                 seed=state.config.train.seed,
                 logprobs=False,
             )
