@@ -1,6 +1,6 @@
 """Evaluations of reinforcement learning: one sampled answer to each held-out prompt, and the rewards, before the first
-step, every `eval_every` steps, after each epoch and at the end. Answers are sampled as in training, so that their reward
-is the one that is trained. It chooses the best checkpoint and the early stop."""
+step, every `eval_every` steps, after each epoch and at the end. Answers are sampled as in training: the reward is the
+one that is trained. It chooses the best checkpoint and the early stop."""
 
 from __future__ import annotations
 
