@@ -48,26 +48,25 @@ def _attend(
     """q and out [S, L, N, H], L new tokens of every sequence."""
     sequences, new, heads, width = q.shape
     key_heads, pages = keys.shape[1], ceil_div(paged.bound, PAGE)
+    group = heads // key_heads
     k, v = (_gathered(pool, table[:, :pages]) for pool in (keys, values))  # [S, bound, K, H]
     at = torch.arange(k.shape[1], device=q.device)
     positions = paged.before.view(-1, 1, 1) + torch.arange(new, device=q.device).view(-1, 1)
     hidden = at > positions  # [S, L, bound]
+    v.masked_fill_(hidden[:, -1, :, None, None], 0.0)  # rows that no token has written may hold anything
     if window:
         hidden |= at <= positions - window
-    group = heads // key_heads
-    hidden = hidden.repeat_interleave(group, 1) if group > 1 else hidden
-    v = v.masked_fill((at > positions[:, -1:]).transpose(1, 2).unsqueeze(-1), 0.0)  # free rows may hold anything
-    for head in range(key_heads):
-        of_head = slice(head * group, (head + 1) * group)
-        scores = (q[:, :, of_head].reshape(sequences, -1, width) @ k[:, :, head].transpose(1, 2)).float() * scale
-        if cap:
-            scores = torch.tanh(scores / cap) * cap
-        scores = scores.masked_fill(hidden, float("-inf"))
-        if sinks is not None:
-            column = sinks[of_head].repeat(new).view(1, -1, 1).expand(sequences, -1, -1)
-            scores = torch.cat((scores, column), -1)
-        shares = torch.softmax(scores, -1)[..., : len(at)].to(v.dtype)
-        out[:, :, of_head] = (shares @ v[:, :, head]).view(sequences, new, group, width)
+    grouped = q.view(sequences, new, key_heads, group, width).permute(0, 2, 1, 3, 4).flatten(2, 3)
+    scores = (grouped @ k.permute(0, 2, 3, 1)).float() * scale  # [S, K, L * group, bound]
+    if cap:
+        scores = torch.tanh(scores / cap) * cap
+    scores.masked_fill_(hidden.repeat_interleave(group, 1).unsqueeze(1), float("-inf"))
+    if sinks is not None:
+        column = sinks.view(1, key_heads, 1, group).expand(sequences, -1, new, -1).reshape(*scores.shape[:3], 1)
+        scores = torch.cat((scores, column), -1)
+    shares = torch.softmax(scores, -1)[..., : len(at)].to(v.dtype)
+    mixed = (shares @ v.transpose(1, 2)).unflatten(2, (new, group))  # [S, K, L, group, H]
+    out.copy_(mixed.transpose(1, 2).flatten(2, 3))
 
 
 def _gathered(pool: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
