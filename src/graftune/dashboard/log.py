@@ -23,7 +23,9 @@ from graftune.io.json_file import no_collections
 from graftune.observe.events import Event, number, parsed, plain, step_of
 
 # The events that the views show.
-KINDS = ("run_start", "resume", "extend", "eval", "sample", "warning", "memory", "routing", "profile", "run_end")
+KINDS = (
+    "run_start", "resume", "extend", "eval", "sample", "answers", "warning", "memory", "routing", "profile", "run_end",
+)  # fmt: skip
 MOST_EVENTS, MOST_BYTES = 5000, 2 << 20  # events of each kind, and their size as JSON
 MOST_NAMES, MOST_NUMBERS = 64, 2 << 20  # of a step, and of all steps
 
@@ -147,7 +149,7 @@ class Log(LineReader):
             self.clear()
         elif kind == "resume" and step is not None:
             self._drop_steps_after(step)
-            for name in ("resume", "extend", "eval", "sample", "warning", "memory", "routing", "profile"):
+            for name in KINDS[1:-1]:
                 self._events[name].drop_after(step)
             self._events["run_end"] = LatestEvents()
         self._events[kind].append(event)

@@ -20,7 +20,7 @@ MOST_SAMPLES, MOST_WARNINGS = 4000, 500
 def details(run: WatchedRun, differing: list[str]) -> Document:
     """The run's document in the list, and everything else."""
     with run.log() as log:
-        shown = ("run_start", "memory", "routing", "run_end")
+        shown = ("run_start", "answers", "memory", "routing", "run_end")
         last = {kind: log.of(kind)[-1] if log.of(kind) else None for kind in shown}
         config = read_bytes(run.folder / CONFIG, 1 << 20)
         return {
@@ -33,6 +33,7 @@ def details(run: WatchedRun, differing: list[str]) -> Document:
             "routing": last["routing"],
             "warnings": warnings(log),
             "samples": sample_rows(log.of("sample"))[-MOST_SAMPLES:],
+            "answers": last["answers"],
             "evals": evals(log.of("eval")),
             "marks": resume_marks([*log.of("resume"), *log.of("extend")]),
             "now": time.time(),  # by this machine's clock, as the times of the events

@@ -18,6 +18,8 @@ Events, each with `event` and `time` (unix seconds):
   warning,
   sample {step (0: of the base), answers, prompts, references, shown (how many of them people see; the rest is for the
   score)},
+  answers {step (the first of the round), best, worst: lists of {prompt, answer, reward}; of reinforcement learning,
+  whose steps also have the figures of docs/rl.md},
   (step and eval also have the loss's own figures, as cross_entropy and drift of the anchored loss; steps of a mixture
   router_entropy, busiest_expert and idle_experts)
   run_end {step, stopped, host_ms (median host time of a step), captures, on CUDA peak_device_memory, ...}.

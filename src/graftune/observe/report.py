@@ -45,6 +45,18 @@ FIGURES = (
     "router_entropy",
     "busiest_expert",
     "idle_experts",
+    "reward",
+    "answer_tokens",
+    "truncated",
+    "skipped_groups",
+    "reward_failed",
+    "ratio",
+    "clipped",
+    "difference",
+    "sample_tok_s",
+    "sample_s",
+    "reward_s",
+    "train_s",
     "skipped",
 )
 MOST_WARNINGS, LONGEST = 50, 20_000  # warnings, and characters of one text

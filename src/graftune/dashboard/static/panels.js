@@ -13,6 +13,18 @@ export const PANELS = [
   { name: "router_entropy", title: "Router entropy, of the largest", format: percent, axis: (ticks) => ticks.map(percent), shownIf: known },
   { name: "busiest_expert", title: "Busiest expert, times an equal share", format: short, shownIf: known },
   { name: "idle_experts", title: "Experts without tokens", format: percent, axis: (ticks) => ticks.map(percent), shownIf: (value) => value > 0 },
+  { name: "reward", title: "Reward", format: short, shownIf: known },
+  { name: "answer_tokens", title: "Tokens of an answer", format: short, shownIf: known },
+  { name: "truncated", title: "Truncated answers", format: percent, axis: (ticks) => ticks.map(percent), shownIf: known },
+  { name: "skipped_groups", title: "Groups with equal rewards", format: short, shownIf: known },
+  { name: "reward_failed", title: "Answers without a reward", format: short, shownIf: known },
+  { name: "ratio", title: "Ratio", format: short, shownIf: known },
+  { name: "clipped", title: "Clipped tokens", format: percent, axis: (ticks) => ticks.map(percent), shownIf: known },
+  { name: "difference", title: "Difference of sampled and trained log-probabilities", format: short, shownIf: known },
+  { name: "sample_tok_s", title: "Tokens sampled per second", format: count, axis: (ticks) => ticks.map(count), shownIf: known },
+  { name: "sample_s", title: "Seconds of a round: sampling", format: short, shownIf: known },
+  { name: "reward_s", title: "Seconds of a round: rewards", format: short, shownIf: known },
+  { name: "train_s", title: "Seconds of a step: training", format: short, shownIf: known },
   { name: "skipped", title: "Skipped updates", format: short, shownIf: (value) => value > 0 },
 ];
 

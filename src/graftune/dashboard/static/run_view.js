@@ -74,7 +74,7 @@ export class RunView {
     if (message.offset <= (event.event === "step" ? this.view.offset ?? 0 : this.known)) return;
     this.age(event);
     if (event.event === "step") Object.assign(this.run, { steps: event.step, last_stepped: event.time, last_loss: event.loss, tok_s: event.tok_s, floor_share: event.floor_share });
-    if (event.event === "eval" && event.step > 0 && (this.run.best_eval === null || event.loss < this.run.best_eval)) Object.assign(this.run, { best_eval: event.loss, best_eval_step: event.step });
+    if (event.event === "eval" && event.step > 0 && Number.isFinite(event.loss) && (this.run.best_eval === null || event.loss < this.run.best_eval)) Object.assign(this.run, { best_eval: event.loss, best_eval_step: event.step });
     this.view.take?.(event);
     if (["sample", "phase", "resume", "extend", "run_end"].includes(event.event)) this.refresh();
     else if (this.part[0] === "chat") this.refreshSoon(); // a checkpoint has no event

@@ -2,7 +2,7 @@
 
 import { withCode } from "./code_text.js";
 import { command, el, fill, setText } from "./dom.js";
-import { count, shellWord } from "./format.js";
+import { count, shellWord, short } from "./format.js";
 import { shortcut } from "./keys.js";
 
 export class SamplesView {
@@ -12,7 +12,8 @@ export class SamplesView {
     this.value = el("output", { class: "figure", for: "sample-step" });
     this.bar = el("div", { class: "toolbar" }, el("label", { for: "sample-step" }, "Answers at step "), this.slider, this.value);
     this.list = el("div", { class: "samples" });
-    fill(root, this.bar, this.list);
+    this.round = el("div", { class: "samples" });
+    fill(root, this.bar, this.list, this.round);
     shortcut("[", "Answers at an earlier step", () => this.turn(-1));
     shortcut("]", "Answers at a later step", () => this.turn(1));
   }
@@ -43,6 +44,7 @@ export class SamplesView {
 
   draw() {
     const steps = this.steps;
+    fill(this.round, roundAnswers(this.run.answers));
     this.bar.hidden = !steps.length;
     if (!steps.length) {
       fill(this.list, el("p", { class: "dim" }, "There are no answers yet. A run answers a few validation prompts at its end, and during training with ", el("code", {}, "--sample-every"), "."), el("p", {}, "Ask base and tuned yourself: ", command(`graftune chat ${shellWord(this.run.folder)} --compare`)));
@@ -76,6 +78,13 @@ function byPrompt(samples) {
     (groups[place] ??= []).push(sample);
   }
   return groups;
+}
+
+// The best and the worst answers of the last round of reinforcement learning.
+function roundAnswers(round) {
+  if (!round) return null;
+  const one = (answer) => el("article", { class: "sample" }, el("div", { class: "prompt text" }, withCode(String(answer.prompt))), el("div", { class: "answer" }, el("h2", {}, `reward ${short(answer.reward)}`), el("div", { class: "text" }, withCode(String(answer.answer)))));
+  return ["best", "worst"].flatMap((kind) => [el("h2", {}, `The ${kind} answers of the round at step ${count(round.step)}`), ...(round[kind] ?? []).map(one)]);
 }
 
 // Only the steps at which an answer changed.
