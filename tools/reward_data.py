@@ -3,7 +3,7 @@
     python -m tools.reward_data [FILE]
 
 A good answer begins with the name of the one who gets it (data/sample/parcels.py). It differs by prompt: the best
-constant answer is right for about one prompt in twenty. SmolLM2-135M begins with that name in about one of eight
+constant answer is right for 7% of the prompts. SmolLM2-135M begins with that name in about one of eight
 samples, and else with the sender or a sentence about something else. Prompts are short, about 28 tokens with its
 template, since the first run people make is on a CPU. Choices are drawn by `random()` alone, whose sequence Python
 keeps across versions.
