@@ -287,5 +287,5 @@ def test_anything_else_is_one_clear_error(tree: dict[str, Any]) -> None:
 def test_saved_file_is_sectioned_yaml(tmp_path: Path) -> None:
     Config.of({"rank": 8}).save(tmp_path / "config.yaml")
     tree = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    assert tree["lora"]["rank"] == 8 and list(tree) == ["base", "lora", "data", "optim", "train", "run"]
+    assert tree["lora"]["rank"] == 8 and list(tree) == ["base", "lora", "data", "optim", "train", "run", "rl"]
     assert flatten(tree, "here")["rank"] == 8
