@@ -226,7 +226,7 @@ def test_the_table_is_sound() -> None:
     assert len(other_tools.SAME) + len(other_tools.ANSWERS) >= 150
     assert not set(other_tools.SAME) & set(other_tools.ANSWERS)
     assert not (set(other_tools.SAME) | set(other_tools.ANSWERS)) & NAMES, "a name of ours needs no answer"
-    assert set(other_tools.SAME.values()) - NAMES == {"max_new_tokens", "temperature", "system"}
+    assert set(other_tools.SAME.values()) - NAMES == {"max_new_tokens", "system"}
     assert not set().union(*other_tools.SIGNS.values()) & NAMES, "a file of ours would be taken for another tool's"
     assert other_tools.same("--profile") == "trace_steps", "a name of an earlier version"
     named = {name for text in other_tools.ANSWERS.values() for name in re.findall(r"\{(\w+)\}", text)}

@@ -70,7 +70,8 @@ def _backward(
     up = tl.load(gate_up_ptr + row * gate_up_stride + F + cols, inside, other=0.0).to(tl.float32)
     grad = tl.load(grad_ptr + row * grad_stride + cols, inside, other=0.0).to(tl.float32)
     value, slope = _act(gate, KIND)
-    kind, factor = out_ptr.dtype.element_ty, _factor(up, KIND)
+    kind = out_ptr.dtype.element_ty
+    factor = _factor(up, KIND)
     if WEIGHED:
         product = tl.sum(grad * value * factor, 0)
         tl.store(products_ptr + row * tl.num_programs(1) + tl.program_id(1), product)
