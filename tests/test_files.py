@@ -209,6 +209,7 @@ WRITERS = {
     "ledger/ledger.py": "a file aside, renamed under a lock; not flushed, since no reservation survives a crash",
     "observe/console.py": "the null device",
     "observe/memory.py": "a switch of the kernel",
+    "session/references.py": "new_file",
     "weights/adapter.py": "new_folder",
     "weights/apr_io.py": "new_file",
     "weights/checkpoint.py": "new_folder",

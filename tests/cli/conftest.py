@@ -10,9 +10,21 @@ from typing import Any
 import pytest
 
 import graftune
+from graftune.batch import Example
 from graftune.data.summary import Summary
 from graftune.settings.config import Config
 from graftune.step.evaluate import EvalResult
+
+
+@dataclass
+class Prepared:
+    """Data of seven examples."""
+
+    summary: Summary
+    examples: tuple[Example, ...] = (Example([1, 2], [False, True]),) * 7
+
+    def __len__(self) -> int:
+        return len(self.examples)
 
 
 @dataclass
@@ -64,7 +76,7 @@ class Engine:
 
     def prepare(self, data: str, console: Any = None) -> Any:
         self._note("prepare", data)
-        return SimpleNamespace(examples=[None] * 7, summary=self.summary)
+        return Prepared(self.summary)
 
     def evaluate(self, data: Any, *, adapted: bool = True, on_progress: Any = None) -> Any:
         self._note("evaluate", adapted=adapted)

@@ -29,6 +29,7 @@ def drawn(
     return draw(logits, mode, settings, samples, samples % 3)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("vocabulary", [1, 300])
 def test_the_kernel_draws_what_the_reference_draws(

@@ -65,6 +65,7 @@ def test_gpt_oss_on_its_own_mxfp4(tmp_path, device, monkeypatch):
     same_steps(ours.arena, got, wanted)
 
 
+@pytest.mark.thorough
 def test_a_shared_expert_beside_delta_nets(tmp_path, device, monkeypatch):
     """Qwen3-Next: the gate of the shared expert, two input projections of the delta net, a norm that two parts read."""
     base = open_base(str(moe.make_folder("qwen3_next-small", tmp_path / "base")))

@@ -249,6 +249,7 @@ def test_refused(monkeypatch):
         bad.finish()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("variant", "lora", "recompute", "long", "coded"),
     [

@@ -203,6 +203,7 @@ def test_a_strong_decay_stays_finite(both, device):
 CLOSE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [

@@ -26,7 +26,7 @@ def wide(x: torch.Tensor, padding: int) -> torch.Tensor:
 
 @pairwise(("tokens, width", [(1, 1), (9, 30), (2, 2049)]), ("padding", [0, 5]), ("kind", swiglu.KINDS))
 def test_gated_units(kernels_on, device, tokens, width, padding, kind):
-    gate_up, grad = inputs(tokens, width, torch.bfloat16, device)
+    gate_up, grad = inputs(tokens, width, torch.bfloat16, device, kind)
     out, act, forward = torch.empty_like(gate_up), torch.empty_like(grad), torch.empty_like(grad)
     swiglu.backward(grad, gate_up, out, act, kind)
     place, coming = wide(gate_up, padding), wide(grad, padding)
@@ -37,7 +37,7 @@ def test_gated_units(kernels_on, device, tokens, width, padding, kind):
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 16), (5, 48), (3, 4112)])
 def test_gated_units_beside_codes(kernels_on, device, tokens, width):
-    gate_up, grad = inputs(tokens, width, torch.bfloat16, device)
+    gate_up, grad = inputs(tokens, width, torch.bfloat16, device, "silu")
     factor, reach = torch.rand(2 * width, device=device) + 0.5, torch.tensor(0.3, device=device)
     out, act = torch.empty_like(gate_up), torch.empty_like(grad)
     codes, codes_ = (fp8.buffer(tokens, 2 * width, torch.device(device), zero=True) for _ in range(2))

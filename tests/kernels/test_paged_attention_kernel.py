@@ -78,6 +78,7 @@ def test_the_reference_is_attention_over_the_keys_in_order(options: dict[str, An
     close(case.run("cpu", **options), case.in_order(**options), 2e-6)
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", list(TOLERANCE))

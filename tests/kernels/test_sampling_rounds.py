@@ -38,6 +38,7 @@ LAYERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("variant", LAYERS)
 def test_the_kernels_sample_what_the_references_sample(
     variant: str, shallow_folder: Any, device: str, monkeypatch: pytest.MonkeyPatch

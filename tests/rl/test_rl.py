@@ -199,6 +199,7 @@ def test_a_run_reports_its_rewards(straight: Path) -> None:
     assert (straight / "adapter" / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("kind", "count"), [("answers", 1), ("step", 1), ("step", 3), ("eval", 2), ("answers", 2)])
 def test_killed_and_resumed_is_straight(
     kind: str, count: int, settings: dict[str, Any], straight: Path, tmp_path: Path

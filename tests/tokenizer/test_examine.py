@@ -172,6 +172,7 @@ def test_every_way_to_load_a_template_examines_it(
             load()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("source", "fault"),
     [("{{ 'a' * 999999999 }}", "is refused: it exhausts the memory"), ("{% broken", "the template does not parse")],

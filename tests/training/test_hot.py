@@ -76,7 +76,9 @@ def test_the_wait_for_a_device_that_is_behind_is_marked(no_cuda: Mark) -> None:
     """Whoever reads a profile sees why the host stood still; the wait is for the oldest step, and ends there."""
     done = [Mark(), Mark()]
     loop: Any = SimpleNamespace(under_way=deque((i, i, mark) for i, mark in enumerate(done)), ready=[], waited=0.0)
-    work = SimpleNamespace(loss=CrossEntropy(), own_figures=slice(5, 5), signals=lambda report: RankSignals())
+    work = SimpleNamespace(
+        loss=CrossEntropy(), own_figures=slice(5, 5), routing=None, signals=lambda report: RankSignals()
+    )
     loop.reports, loop.work, loop.begun = torch.zeros(2, 5), work, False
     loop._fetch_oldest = lambda: DevicePipeline._fetch_oldest(loop)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

@@ -205,8 +205,8 @@ def test_the_line_says_why_there_is_no_floor(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GH200 480GB")
     shape = SimpleNamespace(**{"experts": 0, "recurrent": False} | spec)
     session: Any = SimpleNamespace(
-        config=Config.of({"recompute": recompute}), base=SimpleNamespace(spec=shape),
-        runtime=SimpleNamespace(device=SimpleNamespace(type="cuda")), pipeline=None, loss=choose(TrainConfig()),
+        config=Config.of({"recompute": recompute}), base=SimpleNamespace(spec=shape), pipeline=None,
+        runtime=SimpleNamespace(device=SimpleNamespace(type="cuda"), compute=torch.float16), loss=choose(TrainConfig()),
     )  # fmt: skip
     assert reporter.live_speed(session, [], None).without_floor == f"floor: {says}"
     if spec.get("recurrent"):
@@ -365,7 +365,9 @@ def test_the_operations_of_a_step_are_those_of_its_floor(full: bool) -> None:
     spec = from_config(settings, "tiny")
     lengths = (8, 24)
     for forwards in (0, 2):
-        work = floor.Work(floor.layers_of(spec), (spec.vocab, spec.width), 32, 20, lengths, forwards, full=full)
+        work = floor.Work(
+            floor.layers_of(spec), floor.Size(spec.vocab, spec.width), 32, 20, lengths, forwards, full=full
+        )
         wanted = flops(work, floor.plan(work))
         found = StepFlops.of(spec, np.array(lengths), full=full, forwards=forwards)(32, 20)
         assert found == pytest.approx(wanted)

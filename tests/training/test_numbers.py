@@ -86,6 +86,7 @@ def test_the_first_layer_that_is_not_finite_is_found(made, monkeypatch: pytest.M
     assert not ours.arena.grads.any()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [HostPipeline, LatePipeline])
 def test_skipped_updates_in_a_row_stop_the_run_and_a_resume_goes_on_from_before(
     kind: type[HostPipeline], tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import torch
 
-from graftune import spans
 from graftune.kernels import rms_norm
 from graftune.model.frozen import Frozen, Trained
 from graftune.model.part import NormWeight
@@ -60,7 +59,6 @@ class LayerInputMaker:
 
     def __call__(self, tokens: torch.Tensor, x: torch.Tensor) -> PassLayerInputs:
         """Tokens [T] and their embeddings [T, D] -> the inputs of all layers."""
-        spans.operation("per-layer embedding")
         spec = self.spec
         projected = self.projection.matmul(x)
         made = torch.empty_like(projected)

@@ -256,6 +256,20 @@ def _index(x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Ten
     return empty((*rest[:first], *picked, *rest[first:]), x.dtype)
 
 
+@rule(aten.repeat_interleave)
+def _repeat_interleave(repeats: torch.Tensor, *, output_size: int | None = None) -> torch.Tensor:
+    assert output_size is not None, "else a device is asked for it"
+    return empty((output_size,), repeats.dtype)
+
+
+@rule(aten.argmax)
+def _argmax(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> torch.Tensor:
+    assert dim is not None and not keepdim
+    shape = list(x.shape)
+    del shape[dim]
+    return empty(shape, torch.int64)
+
+
 @rule(aten.topk)
 def _topk(x: torch.Tensor, k: int, dim: int = -1, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     shape = list(x.shape)

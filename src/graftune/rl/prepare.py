@@ -82,7 +82,7 @@ def prepare_rl(
         config = config.replace(date=today().isoformat())
     config, chosen_length = with_policy_loss(config), config.data.max_seq_len
     if not config.data.data:
-        raise GraftuneError("there is no data", fix="name a file of prompts: graftune rl BASE DATA --reward file.py")
+        raise GraftuneError("there is no data", fix="name a file of prompts behind the base")
     rewards = Rewards(config.rl)
     held.callback(rewards.close)
     with console.working("importing the reward functions"):

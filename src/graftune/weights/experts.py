@@ -295,7 +295,7 @@ def to_folder(tensors: Mapping[str, RowSource], spec: ModelSpec, in_mxfp4: bool 
 
 def member_of(name: str) -> str:
     """Our name of a tensor that `to_folder` has put into this one; the name itself if it is none of the experts'."""
-    match = re.fullmatch(r"(layers\.\d+\..+\.experts)\.(gate_up_proj|down_proj)(_bias)?", name)
+    match = re.fullmatch(r"(layers\.\d+\.(?:.+\.)?experts)\.(gate_up_proj|down_proj)(_bias)?", name)
     if match is None:
         return name
     member = PARAMETERS[match[2]][0]

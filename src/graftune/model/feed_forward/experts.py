@@ -283,5 +283,4 @@ def _rows_of(x: torch.Tensor, routed: Routed) -> tuple[torch.Tensor, torch.Tenso
     """The sorted rows of x [T, D]. Kernels gather them while they load; elsewhere they are copied."""
     if launch.fused(x):
         return x, routed.tokens
-    spans.operation("rows of experts")
     return x.index_select(0, routed.tokens), None
