@@ -3,7 +3,12 @@
 (function () {
   "use strict";
   const [kind, id, part] = location.hash.replace(/^#\/?/, "").split("/");
-  const curves = "series?names=loss%2Cgrad_norm%2Clr%2Ctok_s%2Cfloor_share%2Cskipped&points=2000";
+  const panels = [ // those of panels.js, in its order
+    "loss", "grad_norm", "lr", "tok_s", "floor_share", "router_entropy", "busiest_expert", "idle_experts",
+    "reward", "answer_tokens", "truncated", "skipped_groups", "reward_failed", "ratio", "clipped",
+    "difference", "sample_tok_s", "sample_s", "reward_s", "train_s", "skipped",
+  ];
+  const curves = `series?names=${panels.join("%2C")}&points=2000`;
   const paths = [];
   if (kind === "run" && id) {
     paths.push(`/api/runs/${id}`);
