@@ -9,11 +9,12 @@
     python benchmarks/step.py --sweep tokens,rank,layers,documents --steps 3 --json FILE
 
 Every participant of every case runs in a process of its own, one after another, under a time limit: one that crashes
-or is not installed is reported with its last line, and the others go on. cases.py says what a case is, measure.py how
-it is timed and when a time is refused, floor.py what nobody can beat, peers.py and pair_peers.py how the others are set
-up; `eager` is ours without CUDA graphs, `ranked` ours as the one rank of a run under torchrun (its all-reduce is in the
-graph), `api` a loop written with the Python API, and `profile` ours by operation (src/graftune/training/profiler.py):
-how much of the step is attributed, what profiling adds to it, and its speed as a run says it live, beside the floor.
+or is not installed is reported with its last line, and the others go on. cases.py defines the cases, measure.py times
+them and refuses times that cannot be right, floor.py measures the floor, and peers.py and pair_peers.py set up the
+other tools. `eager` is ours without CUDA graphs, `ranked` ours as the one rank of a run under torchrun (its all-reduce
+is in the graph), `api` a loop written with the Python API, and `profile` ours by operation
+(src/graftune/training/profiler.py): how much of the step is attributed, what profiling adds to it, and its speed as a
+run says it live, beside the floor.
 Peers come from PYTHONPATH; for participants called trl, PYTHONPATH_TRL goes before it, so that peers which need
 different versions of one package run in one call. Only ratios of one call count: machines of one kind differ by 2 to
 3%. With --json the cases go into a GPU's record (measure.py), after every case; --json - prints them. The exit code is

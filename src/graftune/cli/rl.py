@@ -10,7 +10,6 @@ from graftune.cli.settings import Switch, given, loaded, looked_at, positional, 
 from graftune.cli.train import ended, engine, run_config
 from graftune.data.sample import parcels
 from graftune.data.sample.parcels import parcels_path
-from graftune.errors import GraftuneError
 from graftune.io.yaml_file import read_yaml
 from graftune.observe.console import Console
 from graftune.settings.config import Config, flatten
@@ -75,6 +74,4 @@ def rl(
         if not whole.data.data and not whole.rl.reward:
             whole = whole.replace(data=str(parcels_path()), reward=[parcels.__file__])
         whole = looked_at(whole)
-    if not whole.rl.reward:
-        raise GraftuneError("there is no reward function", fix="name one, as in --reward file.py:function")
     return ended(engine(whole, console, resume or None, flags, watch), console, resume)
