@@ -1,16 +1,22 @@
-"""Stores what TRL's GRPOTrainer and PEFT compute for the policy losses: loss, figures and every LoRA gradient, in fp32.
+"""Stores what TRL's GRPOTrainer and PEFT compute in fp32: the advantages of rewards, and for each policy loss its
+value, its figures and every LoRA gradient.
 
     PYTHONPATH=src:. python tools/store_policy.py      with trl 1.16.0, datasets 4.3.0, pandas and peft 0.21.2 installed
 
-The loss is that of TRL's own `_compute_loss`, with advantages per token. It has no unclipped importance sampling: there
-its limits are so far apart that nothing is clipped. Its cispo limits the ratio itself, and ours the ratio less 1.
+The advantages are those of TRL's own `_generate_and_score_completions`, which calls the reward functions; only the
+generation is replaced. The loss is that of `_compute_loss`, with advantages per token. It has no unclipped importance
+sampling: there its limits are so far apart that nothing is clipped. Its cispo limits the ratio itself, and ours the
+ratio less 1.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import tempfile
+import threading
+from collections import defaultdict
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +25,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from tests.losses import preferred, sampled
+from safetensors.torch import save_file
+from tests.losses import given_rewards, preferred, sampled
 from tests.support import oracle, tiny
 from tools.store_preferences import Alone, trainer
 
@@ -29,7 +36,7 @@ FIGURES = {"clip_ratio/region_mean": "clipped", "cispo_clip_ratio": "clipped", "
 
 
 class OneProcess(Alone):
-    num_processes, sync_gradients, is_main_process = 1, True, False
+    num_processes, process_index, sync_gradients, is_main_process = 1, 0, True, False
 
     def reduce(self, value: Any, reduction: str = "sum") -> Any:
         return value
@@ -70,7 +77,38 @@ def inputs_of(data: list[Example]) -> dict[str, torch.Tensor]:
     }
 
 
-def computed(family: str, name: str, folder: Path) -> dict[str, Any]:
+def advantages(scale: str) -> list[list[float]]:
+    """Of each group of `sampled.rewarded_answers`."""
+    from accelerate import PartialState
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    groups = sampled.rewarded_answers()
+    texts, size = [text for group in groups for text in group], len(groups[0])
+    functions = [getattr(given_rewards, name) for name in sampled.WEIGHTS]
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    PartialState()  # TRL's logger needs it
+    made = trainer(
+        GRPOTrainer, SimpleNamespace(training=True, is_gradient_checkpointing=False), accelerator=OneProcess(),
+        environment_factories=None, environments=None, tools=None, pad_to_multiple_of=None, use_vllm=False, beta=0.0,
+        mask_truncated_completions=False, num_iterations=1, _tokenizer=SimpleNamespace(pad_token_id=0),
+        num_generations=size, scale_rewards=scale, multi_objective_aggregation="sum_then_normalize", async_loop=loop,
+        reward_funcs=functions, reward_weights=torch.tensor(list(sampled.WEIGHTS.values())),
+        reward_func_names=list(sampled.WEIGHTS), reward_processing_classes=[None] * len(functions),
+        _pending_extra_logs={}, _pending_metrics={}, state=SimpleNamespace(global_step=0),
+        _logs=defaultdict(list) | {"rewards": defaultdict(list)}, log_multimodal=False,
+        _generate=lambda prompts: ([[1]] * len(texts), [[2]] * len(texts), None, texts, None, {}, None, None),
+        args=SimpleNamespace(
+            per_device_train_batch_size=len(texts), gradient_checkpointing_kwargs=None, steps_per_generation=1,
+            gradient_accumulation_steps=1, report_to=[],
+        ),
+    )  # fmt: skip
+    found = made._generate_and_score_completions([{"prompt": ""} for _ in texts])["advantages"]
+    loop.call_soon_threadsafe(loop.stop)
+    return found.view(-1, size).tolist()
+
+
+def computed(family: str, name: str, folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     from trl.trainer.grpo_trainer import GRPOTrainer
     from trl.trainer.utils import add_fused_lm_head
 
@@ -104,8 +142,9 @@ def computed(family: str, name: str, folder: Path) -> dict[str, Any]:
     if how.get("ratios") == "sequence":
         figures.pop("clipped")  # TRL's is a share of answers, ours one of tokens
     known = {oracle.peft_name(n): n for n in ours.arena.slots}
-    grads = {known[n]: preferred.projections(known[n], p.grad) for n, p in model.named_parameters() if n in known}
-    return {"loss": float(loss.detach()), "figures": figures, "grads": grads}
+    named = model.named_parameters()
+    grads = {f"{family}/{name}/{known[n]}": p.grad.contiguous() for n, p in named if n in known}
+    return {"loss": float(loss.detach()), "figures": figures}, grads
 
 
 def main() -> None:
@@ -113,9 +152,15 @@ def main() -> None:
     import trl
 
     made: dict[str, Any] = {"trl": trl.__version__, "peft": peft.__version__, "torch": torch.__version__}
+    made["advantages"] = {scale: advantages(scale) for scale in sampled.SCALES}
+    every: dict[str, torch.Tensor] = {}
     with tempfile.TemporaryDirectory() as folder:
         for family in preferred.FAMILIES:
-            made[family] = {name: computed(family, name, Path(folder) / family) for name in sampled.CASES}
+            made[family] = {}
+            for name in sampled.CASES:
+                made[family][name], grads = computed(family, name, Path(folder) / family)
+                every |= grads
+    save_file(every, sampled.GRADS)
     sampled.STORED.write_text(json.dumps(made) + "\n")
     print(f"{sampled.STORED}: {sum(len(made[family]) for family in preferred.FAMILIES)} cases")
 

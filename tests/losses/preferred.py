@@ -90,25 +90,17 @@ def data_of(name: str) -> list[Example]:
     return rated() if name.startswith("kto") else pairs()
 
 
-def projections(name: str, grad: torch.Tensor) -> list[float]:
-    """Of a gradient that is not stored whole: its norm, and its products with two fixed directions."""
-    draw = np.random.default_rng(sum(name.encode()))
-    directions = [numbers(draw, tuple(grad.shape), 1.0).double() for _ in range(2)]
-    exact = grad.detach().double()
-    return [float(exact.norm()), *(float((exact * one).sum()) for one in directions)]
-
-
 @cache
 def stored() -> dict[str, Any]:
     return json.loads(STORED.read_text())
 
 
 @cache
-def _grads() -> dict[str, torch.Tensor]:
-    return load_file(GRADS)
+def _grads(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path)
 
 
-def grads_of(family: str, name: str) -> dict[str, torch.Tensor]:
+def grads_of(family: str, name: str, path: Path = GRADS) -> dict[str, torch.Tensor]:
     """The gradients that TRL and PEFT computed, by the names of the weights."""
     start = f"{family}/{name}/"
-    return {key.removeprefix(start): grad for key, grad in _grads().items() if key.startswith(start)}
+    return {key.removeprefix(start): grad for key, grad in _grads(path).items() if key.startswith(start)}

@@ -1,6 +1,7 @@
-"""The cases of the comparison of policy losses with TRL's GRPOTrainer: the models of preferred.py, and sampled answers
-whose advantages and log-probabilities are numbers of numpy's generator. tools/store_policy.py lets TRL compute and
-writes tests/fixtures; test_policy.py compares."""
+"""The cases of the comparison with TRL's GRPOTrainer: for the losses the models of preferred.py, and sampled answers
+whose advantages and log-probabilities are numbers of numpy's generator; for the advantages, answers that are texts of
+numbers, which the functions of given_rewards.py read. tools/store_policy.py lets TRL compute and writes tests/fixtures;
+test_policy.py and tests/rl compare."""
 
 from __future__ import annotations
 
@@ -15,6 +16,10 @@ from graftune.batch import Example
 from tests.support import tiny
 
 STORED = Path(__file__).parents[1] / "fixtures" / "policy.json"
+GRADS = STORED.with_suffix(".safetensors")  # of every LoRA weight, named family/case/weight
+FUNCTIONS = Path(__file__).with_name("given_rewards.py")
+WEIGHTS = {"first": 1.0, "second": 0.25}  # of the reward functions
+SCALES = ("group", "none")
 # The settings of each case, and TRL's name of the loss and of its limits.
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"loss": "ppo", "divide": "answers", "clip_low": 0.3, "clip_high": 0.4},
@@ -40,6 +45,18 @@ def answers(count: int = 7) -> list[Example]:
         supervised = [False] * len(prompt) + [True] * len(answer)
         made.append(Example(prompt + answer, supervised, place, numbers=numbers))
     return made
+
+
+def rewarded_answers(groups: int = 6, size: int = 5) -> list[list[str]]:
+    """Groups of answers. In the first all rewards are equal; elsewhere one function or both give no reward to some."""
+    draw = np.random.default_rng(10)
+
+    def answer(group: int) -> list[float | None]:
+        first, second = (draw.integers(-40, 41, 2) / 8).tolist() if group else (1.5, -2.0)
+        skipped = draw.integers(0, 6) if group > 1 else 9
+        return [None if skipped in (0, 2) else first, None if skipped in (1, 2) else second]
+
+    return [[json.dumps(answer(group)) for _ in range(size)] for group in range(groups)]
 
 
 @cache

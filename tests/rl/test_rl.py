@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tools import reward_data
 
 import graftune
@@ -23,6 +22,7 @@ from graftune.observe.events import read_events
 from graftune.rl.rewards import Rewards, advantages_of
 from graftune.rl.rounds import example_of
 from graftune.settings.config import DataConfig, RlConfig
+from tests.losses import sampled
 from tests.training.runs import adapter_bytes
 
 FUNCTIONS = """
@@ -100,13 +100,25 @@ def test_a_function_that_cannot_be_used_is_refused(text: str, why: str, function
         Rewards(RlConfig(reward=(f"{functions.parent}/{text}",))).check()
 
 
-@pytest.mark.parametrize("scale", ["group", "none"])
-def test_advantages_are_trls(scale: str) -> None:
-    """As in trl 1.16.0's GRPOTrainer: the standard deviation is that of a sample, plus 1e-4."""
-    rewards = torch.tensor([0.0, 1.0, 0.5, 0.25])
-    want = rewards - rewards.mean()
-    want = want / (rewards.std() + 1e-4) if scale == "group" else want
-    assert advantages_of(rewards.tolist(), scale) == pytest.approx(want.tolist(), rel=1e-5)
+def test_advantages_are_trls() -> None:
+    """Through the reward functions. TRL's advantage of an answer without a reward and of equal rewards is 0."""
+    answers, weights = sampled.rewarded_answers(), sampled.WEIGHTS
+    rewards = Rewards(RlConfig(reward=tuple(f"{sampled.FUNCTIONS}:{name}={by}" for name, by in weights.items())))
+    try:
+        totals = iter(rewards([PromptRow([], "", {}, 0)] * len(answers), answers, lambda: None).totals)
+    finally:
+        rewards.close()
+    groups = [[next(totals) for _ in group] for group in answers]
+    assert len(set(groups[0])) == 1 and None not in groups[1] and any(None in group for group in groups)
+    for scale in sampled.SCALES:
+        for group, want in zip(groups, sampled.stored()["advantages"][scale], strict=True):
+            found = advantages_of(group, scale) or [None] * len(group)
+            assert [one or 0.0 for one in found] == pytest.approx(want, rel=1e-5, abs=1e-6), scale
+            assert all(one or other == 0 for one, other in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize("scale", sampled.SCALES)
+def test_groups_that_teach_nothing_have_no_advantages(scale: str) -> None:
     assert advantages_of([1.0, None, 3.0], "none") == [-1.0, None, 1.0]
     assert advantages_of([1.0, 1.0, None], scale) == [] == advantages_of([1.0, None], scale)
 
