@@ -3,9 +3,11 @@ read on the host. Resident, in NF4, and through the interpreter where there is n
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 
 from graftune.kernels.experts import Starts
 from graftune.model.feed_forward.expert_projection import Stacked
@@ -61,6 +63,11 @@ def test_gpt_oss_on_its_own_mxfp4(tmp_path, device, monkeypatch):
     start_from(ours, start)
     weights = ours.decoder.blocks[0].feed_forward.gate_up.weights
     assert isinstance(weights, Stacked) and weights.kind == "MXFP4" and len(weights.frozen.members) == 1
+    head, scratch = ours.decoder.head, ours.decoder.scratch
+    rows = torch.randn(9, 64, device=device)
+    lent = dataclasses.replace(head, scratch=scratch).matmul(rows)
+    assert lent.data_ptr() == scratch.flat.data_ptr(), "a loss has its logits where experts are dequantised"
+    assert torch.equal(lent, head.matmul(rows)) and head.matmul(rows).data_ptr() != lent.data_ptr()
     got = stepped(ours, device, "triton", batch(padded=True), 0.0, "full")
     same_steps(ours.arena, got, wanted)
 

@@ -143,6 +143,8 @@ class Branch(_Adds):
         entry = self._input(x, y, ctx)
         out, saved = self.part.forward(entry, ctx)
         y, read, rstd = self._added(out, ctx)
+        if ctx.inputs_only:
+            return entry.x, y, BranchSaved(entry.x, entry.rstd, None, None, None)
         return entry.x, y, BranchSaved(entry.x, entry.rstd, saved, read, rstd)
 
     def recompute(self, x: torch.Tensor, y: torch.Tensor | None, ctx: PassContext) -> BranchSaved:
@@ -169,7 +171,9 @@ class Branch(_Adds):
             width = saved.x.shape[1]
             grad_out = augmented_buffer(grad, len(grad), width, self.adapter_columns)
             self._added_backward(grad[:, :width] if added is None else added, saved, ctx, grad_out[:, :width])
-        grad_read = self.part.backward(grad_out, ready, read, saved.part, ctx, need_input)
+        held = [saved.part]
+        del saved  # so that the part can release each tensor behind its last use
+        grad_read = self.part.backward(grad_out, ready, read, held.pop(), ctx, need_input)
         if grad_read is None:
             return None, None
         return self._to_stream(grad_read, read, grad, ctx, projection_below)

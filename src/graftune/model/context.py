@@ -192,6 +192,8 @@ class PassContext:
     # The embeddings [T, D] that a norm read, and its rstd [T], where the backward needs them.
     embedded: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)
     rows: torch.Tensor | None = field(default=None, init=False)  # the tokens that the stream's rows are; None: all
+    # Nothing is saved but the inputs of blocks: what a part would save is released as early as possible.
+    inputs_only: bool = field(default=False, init=False)
     routing: Routing | None = field(default=None, init=False)  # takes the routers' choices; None: they are not observed
 
     def of_rows(self, rows: torch.Tensor) -> PassContext:

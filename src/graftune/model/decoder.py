@@ -8,7 +8,7 @@ says which of them belong together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -18,7 +18,7 @@ from graftune.kernels import attention, linear_cross_entropy, rms_norm, rope
 from graftune.model.block import Block, Stream, StreamGrad
 from graftune.model.bundles import EMBEDDING, HEAD, Bundles, Residents
 from graftune.model.context import Dropout, LayerInputs, PassContext, RopeTables, Sequences, SideStreams
-from graftune.model.frozen import Frozen, Trained
+from graftune.model.frozen import Frozen, Scratch, Trained
 from graftune.model.head import Head, NewRows, Output
 from graftune.model.part import NormWeight
 from graftune.model.rotary import Rope
@@ -38,6 +38,7 @@ class Decoder:
     compute: torch.dtype
     added: NewRows | None = None
     embedding_norm: NormWeight | None = None
+    scratch: Scratch | None = None  # of quantised weights, where there are any
     bundles: Bundles | Residents = field(default_factory=Residents)  # fetches frozen weights from elsewhere
     # Tokens [T] and their embeddings [T, D] -> what parts read beside the residual stream; None: no part does.
     layer_inputs: Callable[[torch.Tensor, torch.Tensor], LayerInputs] | None = None
@@ -91,6 +92,7 @@ class Decoder:
         """tokens [T] -> the last block's output, all rows [T, D] or only the given ones [R, D], which are selected
         behind the last mixer. `tape` keeps what `backward` needs."""
         self.bundles.begin()
+        ctx.inputs_only = tape is None or tape.inputs_only
         stream = Stream(self.embed(tokens, ctx, save=tape is not None and self._embedding_trains))
         ctx.layer_inputs = None if self.layer_inputs is None else self.layer_inputs(tokens, stream.x)
         for block in self.blocks:
@@ -110,7 +112,7 @@ class Decoder:
         """The gradient that `Output.backward` gave of the rows -> every trained weight has its gradient added."""
         stream = StreamGrad(grad)
         del grad
-        ctx.routing = None  # choices that are made again are not observed again
+        ctx.inputs_only, ctx.routing = False, None  # choices that are made again are not observed again
         embedding_trains = self._embedding_trains
         self.bundles.leave(HEAD, following=EMBEDDING)
         for block in reversed(self.blocks):
@@ -201,7 +203,7 @@ class Decoder:
         weight, normed = self.norm.of(adapted), torch.empty_like(stream.x)
         with spans.covering("final norm"):
             x, rstd = rms_norm.add_forward(stream.x, stream.pending, weight, self.spec.head.norm.eps, normed)
-        head, spec = self.head.of(adapted), self.spec.head
+        head, spec = replace(self.head.of(adapted), scratch=self.scratch), self.spec.head
         scale, cap = spec.logit_scale / temperature, spec.logit_cap / temperature
         return Output(head, normed, x, rstd, weight, self.norm.grad, self._adapter_columns, scale, cap)
 

@@ -16,7 +16,7 @@ import torch
 from graftune import spans
 from graftune.kernels import linear_cross_entropy, rms_norm
 from graftune.kernels.lora_linear import add_product_
-from graftune.model.frozen import Frozen, Trained
+from graftune.model.frozen import Dense, Frozen, Scratch, Trained
 from graftune.model.projection import augmented_buffer
 
 
@@ -35,6 +35,9 @@ class Head:
 
     frozen: Frozen
     added: NewRows | None = None
+    # Where quantised weights are dequantised. The head needs no memory there: logits of a loss are written to it, if
+    # they fit, and are valid until the next product of a block.
+    scratch: Scratch | None = None
 
     @property
     def out_features(self) -> int:
@@ -43,11 +46,15 @@ class Head:
     def of(self, adapted: bool) -> Head:
         if adapted or self.added is None:
             return self
-        return Head(self.frozen, replace(self.added, value=self.added.start))
+        return replace(self, added=replace(self.added, value=self.added.start))
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         spans.product("head")
-        logits = self.frozen.matmul(x)
+        scratch, size = self.scratch, (len(x), self.frozen.out_features)
+        if scratch is not None and isinstance(self.frozen, Dense) and Scratch.size(*size) <= len(scratch.flat):
+            logits = self.frozen.matmul(x, scratch.matrix(*size))
+        else:
+            logits = self.frozen.matmul(x)
         if self.added is not None:
             logits = torch.cat((logits, x @ self.added.value.t()), 1)
         return logits

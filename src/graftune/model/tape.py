@@ -25,6 +25,11 @@ from graftune.model.context import PassContext
 
 
 class Tape(Protocol):
+    @property
+    def inputs_only(self) -> bool:
+        """Whether it keeps nothing but the inputs of blocks."""
+        ...
+
     def keep(self, block: Block, saved: list[Any]) -> None:
         """Take what each branch of a block has saved."""
         ...
@@ -37,6 +42,7 @@ class Tape(Protocol):
 @dataclass
 class SaveAll:
     kept: list[list[Any]] = field(default_factory=list)
+    inputs_only = False
 
     def keep(self, block: Block, saved: list[Any]) -> None:
         self.kept.append(saved)
@@ -61,6 +67,7 @@ class SaveBlockInputs:
     """`full`."""
 
     kept: list[torch.Tensor] = field(default_factory=list)
+    inputs_only = True
 
     def keep(self, block: Block, saved: list[Any]) -> None:
         self.kept.append(saved[0].x)
@@ -75,6 +82,8 @@ class OffloadBlockInputs:
 
     A tensor that a copy still reads is held until the main stream has waited for that copy: only then may the allocator
     reuse its memory."""
+
+    inputs_only = True
 
     def __init__(self, pinned: list[torch.Tensor], device: torch.device):
         self.pinned, self.device = pinned, device  # one host tensor for each block

@@ -86,6 +86,8 @@ def _forward(step: Step, batch: PackedBatch) -> list[NotFinite]:
 class _CheckingTape:
     """A tape that saves nothing; it checks the residual stream that each branch of a block has read."""
 
+    inputs_only = True
+
     def __init__(self, batch: PackedBatch, spec: ModelSpec):
         self.batch, self.spec, self.found = batch, spec, list[NotFinite]()
 

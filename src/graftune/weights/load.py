@@ -123,6 +123,7 @@ class _Placer:
             device=self.device,
             compute=self.compute,
             added=embed_rows,
+            scratch=vars(self.builder).get("scratch"),
             layer_inputs=None if spec.layer_inputs is None else self.layer_inputs(spec.layer_inputs),
             embedding_norm=None if spec.embedding.norm_eps is None else self.unit_norm(spec.width),
         )

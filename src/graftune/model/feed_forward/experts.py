@@ -191,18 +191,23 @@ class Experts(FeedForward[ExpertsSaved]):
         _, rstd = rms_norm.add_forward(read, None, self.norm.experts.of(ctx.adapted), self.norm.eps, normed)
         return normed, self.router.forward(read.float() * rstd.unsqueeze(1)), rstd
 
-    def _normed(self, read: SavedInput, saved: ExpertsSaved, ctx: PassContext) -> torch.Tensor:
+    def _normed(self, read: SavedInput, rstd: torch.Tensor | None, ctx: PassContext) -> torch.Tensor:
         """What the experts read, again."""
-        if self.norm is None or saved.rstd is None:
+        if self.norm is None or rstd is None:
             return read.tensor()
-        return rms_norm.apply(read.x, saved.rstd, self.norm.experts.of(ctx.adapted))
+        return rms_norm.apply(read.x, rstd, self.norm.experts.of(ctx.adapted))
 
     def forward(self, entry: PartInput, ctx: PassContext) -> tuple[torch.Tensor, ExpertsSaved]:
         normed, routed, rstd = self._route(entry, ctx)
         if ctx.routing is not None:
             ctx.routing.add(self.layer, routed.scores, routed.chosen, ctx.rows is not None)
         gate_up, h_gate_up = self._first(normed, routed, ctx)
-        expert_out, h_down = self.down.forward(self._act(gate_up), routed.starts, ctx.adapted)
+        act = self._act(gate_up)
+        if ctx.inputs_only:
+            gate_up = act[:0]
+        del normed
+        expert_out, h_down = self.down.forward(act, routed.starts, ctx.adapted)
+        del act
         out = combine(expert_out, routed.places, routed.weights)
         return out, ExpertsSaved(gate_up, h_gate_up, h_down, routed, rstd)
 
@@ -217,7 +222,7 @@ class Experts(FeedForward[ExpertsSaved]):
         return saved._replace(gate_up=saved.gate_up.new_empty(0))
 
     def recompute_dropped(self, saved: ExpertsSaved, read: SavedInput, ctx: PassContext) -> ExpertsSaved:
-        return saved._replace(gate_up=self._first(self._normed(read, saved, ctx), saved.routed, ctx)[0])
+        return saved._replace(gate_up=self._first(self._normed(read, saved.rstd, ctx), saved.routed, ctx)[0])
 
     def _act(self, gate_up: torch.Tensor) -> torch.Tensor:
         act = gate_up.new_empty(len(gate_up), self.down.weights.in_features)
@@ -241,8 +246,8 @@ class Experts(FeedForward[ExpertsSaved]):
         need_input: bool,
     ) -> torch.Tensor:
         gate_up, h_gate_up, h_down, routed, rstd = saved
-        grad, normed = grad[:, : read.x.shape[1]], self._normed(read, saved, ctx)
-        starts = routed.starts
+        del saved  # so that gate_up is released behind its last use
+        grad, starts = grad[:, : read.x.shape[1]], routed.starts
         weights = _by_row(routed.weights, routed)
         grad_out, rows = _rows_of(grad, routed)
         grad_act, g = self.down.backward(grad_out, h_down, starts, rows)
@@ -250,7 +255,7 @@ class Experts(FeedForward[ExpertsSaved]):
         grad_gate_up, act = (gate_up, grad_act) if in_place else (torch.empty_like(gate_up), torch.empty_like(grad_act))
         grad_weights = swiglu.backward(grad_act, gate_up, grad_gate_up, act, self.unit, weights)
         assert grad_weights is not None
-        del grad_act
+        del grad_act, gate_up
         weights = weights.to(grad.dtype).unsqueeze(1)
         if h_down is not None and g is not None:
             self.down.accumulate_grad(grad_out, h_down * weights, g * weights, act, starts, grad_rows=rows)
@@ -258,10 +263,12 @@ class Experts(FeedForward[ExpertsSaved]):
 
         grad_rows, g = self.gate_up.backward(grad_gate_up, h_gate_up, starts)
         if h_gate_up is not None and g is not None:
-            x, rows = _rows_of(normed, routed)
+            x, rows = _rows_of(self._normed(read, rstd, ctx), routed)
             self.gate_up.accumulate_grad(grad_gate_up, h_gate_up, g, x, starts, x_rows=rows)
+            del x, rows
         del grad_gate_up
         grad_normed = combine(grad_rows, routed.places)
+        del grad_rows
         spans.operation("router")
         grad_choices = grad_weights[routed.places]
         if self.down.bias is not None:

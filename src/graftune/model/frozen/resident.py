@@ -71,8 +71,8 @@ class Dense(Augmented):
             *(Copy(adapters.up[rows], self.beside[columns, ranks], adapters.scale) for columns, rows, ranks in places),
         ]
 
-    def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        return matmul.mm(x, self._as(x.dtype).t())
+    def matmul(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return matmul.mm(x, self._as(x.dtype).t(), out)
 
     def input_grad(self, grad: torch.Tensor) -> torch.Tensor:
         return matmul.mm(grad, self._as(grad.dtype))
