@@ -1,5 +1,4 @@
-"""Reinforcement learning: rewards with their failures, advantages, prompts, and runs that are stopped, killed and
-resumed."""
+"""Reinforcement learning: rewards with their failures, advantages, prompts, and runs that are stopped and resumed."""
 
 from __future__ import annotations
 
@@ -164,31 +163,9 @@ def settings(tiny_folder: Callable[[str], Path], prompts: Path, functions: Path)
     return how | {"data": str(prompts), "reward": (f"{functions}:spread",)}
 
 
-class Dies(Exception):
-    pass
-
-
-def dies_at(kind: str, count: int) -> Callable[[dict[str, Any]], None]:
-    """As a kill at the n-th event of a kind: nothing is written after it."""
-    seen = [0]
-
-    def at(event: dict[str, Any]) -> None:
-        seen[0] += event["event"] == kind
-        if event["event"] == kind and seen[0] == count:
-            raise Dies
-
-    return at
-
-
 @pytest.fixture(scope="module")
 def straight(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return graftune.train(**settings, out=str(tmp_path_factory.mktemp("rl") / "straight")).folder
-
-
-def figures(folder: Path) -> dict[int, Any]:
-    names = ("loss", "reward", "reward_std", "ratio", "difference", "answer_tokens", "truncated")
-    steps = [event for event in read_events(folder / "metrics.jsonl") if event["event"] == "step"]
-    return {event["step"]: [event.get(name) for name in names] for event in steps}
 
 
 def test_a_run_reports_its_rewards(straight: Path) -> None:
@@ -209,18 +186,6 @@ def test_a_run_reports_its_rewards(straight: Path) -> None:
     assert end["metric"]["name"] == "reward" and end["best_step"] in (2, 4)
     assert end["metric"]["best"] == max(e["metrics"]["reward"] for e in evals[1:])
     assert (straight / "adapter" / "adapter_model.safetensors").is_file()
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize(("kind", "count"), [("answers", 1), ("step", 1), ("step", 3), ("eval", 2), ("answers", 2)])
-def test_killed_and_resumed_is_straight(
-    kind: str, count: int, settings: dict[str, Any], straight: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(Dies):
-        graftune.train(**settings, out=str(tmp_path / "run"), callbacks=[dies_at(kind, count)])
-    graftune.train(resume=tmp_path / "run")
-    assert adapter_bytes(tmp_path / "run") == adapter_bytes(straight)
-    assert figures(tmp_path / "run") == figures(straight)
 
 
 def test_stopped_within_a_round_and_resumed_is_straight(

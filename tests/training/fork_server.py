@@ -21,10 +21,13 @@ from tests.support import fork_server
 def die_at(place: str, count: int) -> None:
     """Replace a function so that its count-th call is the process's last, before or half-way through its work."""
 
+    from graftune.infer.decode_batch import DecodeBatch
     from graftune.io import files
     from graftune.observe.events import EventLog
+    from graftune.rl import rounds
     from graftune.step import evaluate
     from graftune.step.step import Step
+    from graftune.training.user_function import UserFunction
 
     owner, name = {
         "fsync": (os, "fsync"),
@@ -36,6 +39,10 @@ def die_at(place: str, count: int) -> None:
         "update_step": (Step, "update_step"),
         "evaluation": (evaluate, "pack"),
         "emit": (EventLog, "emit"),
+        "sampled token": (DecodeBatch, "round"),
+        "reward": (UserFunction, "__call__"),
+        "waiting for a reward": (UserFunction, "_line"),
+        "round.json": (rounds, "write_file"),
     }[place]
     real, calls = getattr(owner, name), 0
 

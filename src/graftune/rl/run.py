@@ -78,19 +78,21 @@ class PolicyRun(Run):
     def _drawn(self, number: int, done: int) -> Round:
         """The round that is next, or the one of which `done` updates were made before a resume."""
         state, p, prepared = self.state, self.state.progress, self.prepared
-        stored = Round.load(state.folder, p.step - done)
-        if stored is not None:
-            return stored
-        assert not done, "a round whose updates have begun is stored"
-        chosen = [prepared.training[place] for place in self.plan.chosen(p.epoch, number)]
-        state.report.phase("sampling")
-        with state.stop.interruptible():
-            seed = self.plan.seed_of(p.epoch, number)
-            how = self.session, self.parts.config, chosen, prepared.rewards, state.check_stop
-            found = rounds.draw(*how, step=p.step, seed=seed)
-        found.save(state.folder)
-        state.report.log.emit("answers", step=p.step + 1, **found.shown)
-        self._report_failures(found)
+        found = Round.load(state.folder, p.step - done)
+        if found is None:
+            if done:  # a damaged checkpoint was passed over, or the file was deleted
+                text = f"{rounds.FILE} does not hold the answers of step {p.step + 1}: they are sampled anew"
+                state.report.warn(text, p.step)
+            chosen = [prepared.training[place] for place in self.plan.chosen(p.epoch, number)]
+            state.report.phase("sampling")
+            with state.stop.interruptible():
+                seed = self.plan.seed_of(p.epoch, number)
+                how = self.session, self.parts.config, chosen, prepared.rewards, state.check_stop
+                found = rounds.draw(*how, step=p.step - done, seed=seed)
+            found.save(state.folder)
+        if not done:  # a resume takes back what the log says about later steps
+            state.report.log.emit("answers", step=p.step + 1, **found.shown)
+            self._report_failures(found)
         return found
 
     def _report_failures(self, found: Round) -> None:
