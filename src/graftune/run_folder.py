@@ -31,7 +31,8 @@ from graftune.weights.base import Base, default_base, open_base, with_new_tokens
 from graftune.weights.model import is_model
 
 TRIES = 20  # listings; the run deletes a checkpoint every few seconds at most
-_HERE = ("device", "compute_dtype", "base_dtype", "base_on", "shard_base", "threads")  # of the machine the run was on
+# Settings of the machine that the run was on.
+_HERE = ("device", "compute_dtype", "base_dtype", "base_on", "embedding_on", "shard_base", "threads")
 
 
 def is_run(folder: Path) -> bool:

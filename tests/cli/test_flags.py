@@ -17,68 +17,64 @@ from graftune.cli.app import app
 from graftune.settings.config import leaves
 
 FROZEN = {
-    "train": """--adapter --alpha --anchor --any-base --append-eos --base --base-dtype --base-on --best --beta
-        --beta1 --beta2 --clip --clip-high --clip-low --clip-mode --compute-dtype --config --data --date
-        --deadline --desirable-weight --deterministic --device --divide --divide-by
-        --documents-per-micro-batch --dropout --epochs --eps --eval-data --eval-every --eval-examples
-        --gamma --graph --init --init-scale --json --keep-last --kl --label-smoothing --loss --lr --map
-        --max-seq-len --max-skipped --max-steps --max-unpacked --memory-share --method --metric
-        --metric-goal --metric-records --metric-seconds --min-lr --new-tokens --no-any-base --no-append-eos
-        --no-deterministic --no-graph --no-rslora --no-score --no-stop-on-warning --no-strict
-        --no-train-norms --out --patience --print-config --profile-every --prompt-form --quiet --rank
-        --ratios --recompute --reference --reference-pass --resume --revision --rows-per-micro-batch
-        --rslora --sample-every --sample-tokens --samples --save-every --save-minutes --schedule --score
-        --score-records --seed --sft-share --shard-base --stop-on-warning --stop-within --strict --targets
-        --temperature --template --template-vars --threads --tokens-per-micro-batch --tokens-per-step
-        --trace-steps --track --train-norms --train-on --train-reasoning --undesirable-weight --val-split
-        --wait-gpu --warmup --watch --weight-decay -c BASE DATA MORE""",
-    "chat": """--any-base --append-eos --base --base-dtype --base-on --compare --compute-dtype --date --device --json
-        --max-new-tokens --no-any-base --no-append-eos --prompt --quiet --revision --seed --shard-base --system
-        --temperature --template --template-vars --threads --top-k --top-p TARGET""",
-    "eval": """--any-base --append-eos --base --base-dtype --base-on --base-too --compute-dtype --date --device --json
-        --map --max-seq-len --max-unpacked --metric --metric-records --metric-seconds --no-any-base --no-append-eos
-        --no-strict --prompt-form --quiet --revision --sample-tokens --shard-base --strict --template --template-vars
-        --threads --train-on --train-reasoning DATA TARGET""",
+    "train": """--adapter --alpha --anchor --any-base --append-eos --base --base-dtype --base-on --best --beta --beta1
+        --beta2 --clip --clip-high --clip-low --clip-mode --compute-dtype --config --data --date --deadline
+        --desirable-weight --deterministic --device --divide --divide-by --documents-per-micro-batch --dropout
+        --embedding-on --epochs --eps --eval-data --eval-every --eval-examples --gamma --graph --init --init-scale
+        --json --keep-last --kl --label-smoothing --loss --lr --map --max-seq-len --max-skipped --max-steps
+        --max-unpacked --memory-share --method --metric --metric-goal --metric-records --metric-seconds --min-lr
+        --new-tokens --no-any-base --no-append-eos --no-deterministic --no-graph --no-rslora --no-score
+        --no-stop-on-warning --no-strict --no-train-norms --out --patience --print-config --profile-every
+        --prompt-form --quiet --rank --ratios --recompute --reference --reference-pass --resume --revision
+        --rows-per-micro-batch --rslora --sample-every --sample-tokens --samples --save-every --save-minutes
+        --schedule --score --score-records --seed --sft-share --shard-base --stop-on-warning --stop-within
+        --strict --targets --temperature --template --template-vars --threads --tokens-per-micro-batch
+        --tokens-per-step --trace-steps --track --train-norms --train-on --train-reasoning --undesirable-weight
+        --val-split --wait-gpu --warmup --watch --weight-decay -c BASE DATA MORE""",
+    "chat": """--any-base --append-eos --base --base-dtype --base-on --compare --compute-dtype --date --device
+        --embedding-on --json --max-new-tokens --no-any-base --no-append-eos --prompt --quiet --revision --seed
+        --shard-base --system --temperature --template --template-vars --threads --top-k --top-p TARGET""",
+    "eval": """--any-base --append-eos --base --base-dtype --base-on --base-too --compute-dtype --date --device
+        --embedding-on --json --map --max-seq-len --max-unpacked --metric --metric-records --metric-seconds
+        --no-any-base --no-append-eos --no-strict --prompt-form --quiet --revision --sample-tokens --shard-base
+        --strict --template --template-vars --threads --train-on --train-reasoning DATA TARGET""",
     "data": """--append-eos --base --config --date --json --map --max-seq-len --max-unpacked --no-append-eos
         --no-strict --prompt-form
         --revision --show --strict --template --template-vars --train-on --train-reasoning -c DATA MORE""",
-    "plan": """--adapter --alpha --anchor --any-base --append-eos --base --base-dtype --base-on --beta --beta1
-        --beta2 --clip --clip-high --clip-low --clip-mode --compute-dtype --config --data --date
-        --desirable-weight --deterministic --device --divide --divide-by --documents-per-micro-batch
-        --dropout --epochs --eps --eval-data --eval-every --eval-examples --gamma --gpu --graph --init
-        --init-scale --json --keep-last --kl --label-smoothing --loss --lr --map --max-seq-len --max-steps
-        --max-unpacked --memory --method --metric --metric-records --min-lr --new-tokens --no-any-base
-        --no-append-eos --no-deterministic --no-graph --no-rslora --no-score --no-strict --no-train-norms
-        --patience --print-config --prompt-form --rank --ratios --recompute --reference --reference-pass
-        --revision --rows-per-micro-batch --rslora --sample-tokens --samples --save-every --save-minutes
-        --schedule --score --score-records --seed --sft-share --shard-base --strict --targets --temperature
-        --template --template-vars --threads --tokens-per-micro-batch --tokens-per-step --train-norms
-        --train-on --train-reasoning --undesirable-weight --val-split --warmup --weight-decay -c BASE DATA
-        MORE""",
+    "plan": """--adapter --alpha --anchor --any-base --append-eos --base --base-dtype --base-on --beta --beta1 --beta2
+        --clip --clip-high --clip-low --clip-mode --compute-dtype --config --data --date --desirable-weight
+        --deterministic --device --divide --divide-by --documents-per-micro-batch --dropout --embedding-on
+        --epochs --eps --eval-data --eval-every --eval-examples --gamma --gpu --graph --init --init-scale --json
+        --keep-last --kl --label-smoothing --loss --lr --map --max-seq-len --max-steps --max-unpacked --memory
+        --method --metric --metric-records --min-lr --new-tokens --no-any-base --no-append-eos --no-deterministic
+        --no-graph --no-rslora --no-score --no-strict --no-train-norms --patience --print-config --prompt-form
+        --rank --ratios --recompute --reference --reference-pass --revision --rows-per-micro-batch --rslora
+        --sample-tokens --samples --save-every --save-minutes --schedule --score --score-records --seed
+        --sft-share --shard-base --strict --targets --temperature --template --template-vars --threads
+        --tokens-per-micro-batch --tokens-per-step --train-norms --train-on --train-reasoning --undesirable-weight
+        --val-split --warmup --weight-decay -c BASE DATA MORE""",
     "profile": """--adapter --alpha --anchor --any-base --append-eos --base --base-dtype --base-on --beta --beta1
-        --beta2 --clip --clip-high --clip-low --clip-mode --compute-dtype --config --data --date
-        --desirable-weight --deterministic --device --divide --divide-by --documents-per-micro-batch
-        --dropout --epochs --eps --eval-data --eval-every --eval-examples --gamma --graph --init
-        --init-scale --json --keep-last --kl --label-smoothing --loss --lr --map --max-seq-len --max-steps
-        --max-unpacked --method --min-lr --new-tokens --no-any-base --no-append-eos --no-deterministic
-        --no-graph --no-rslora --no-strict --no-train-norms --patience --prompt-form --quiet --rank --ratios
-        --recompute --reference --reference-pass --revision --rows-per-micro-batch --rslora --save-every
-        --save-minutes --schedule --seed --sft-share --shard-base --steps --strict --targets --temperature
-        --template --template-vars --threads --tokens-per-micro-batch --tokens-per-step --trace
-        --train-norms --train-on --train-reasoning --undesirable-weight --val-split --warmup --weight-decay
-        -c DATA TARGET""",
+        --beta2 --clip --clip-high --clip-low --clip-mode --compute-dtype --config --data --date --desirable-weight
+        --deterministic --device --divide --divide-by --documents-per-micro-batch --dropout --embedding-on
+        --epochs --eps --eval-data --eval-every --eval-examples --gamma --graph --init --init-scale --json
+        --keep-last --kl --label-smoothing --loss --lr --map --max-seq-len --max-steps --max-unpacked --method
+        --min-lr --new-tokens --no-any-base --no-append-eos --no-deterministic --no-graph --no-rslora --no-strict
+        --no-train-norms --patience --prompt-form --quiet --rank --ratios --recompute --reference --reference-pass
+        --revision --rows-per-micro-batch --rslora --save-every --save-minutes --schedule --seed --sft-share
+        --shard-base --steps --strict --targets --temperature --template --template-vars --threads
+        --tokens-per-micro-batch --tokens-per-step --trace --train-norms --train-on --train-reasoning
+        --undesirable-weight --val-split --warmup --weight-decay -c DATA TARGET""",
     "rl": """--adapter --advantage-scale --alpha --answer-tokens --any-base --base --base-dtype --base-on --beta1
-        --beta2 --clip --clip-high --clip-low --clip-mode --compute-dtype --config --data --date
-        --deterministic --device --divide --divide-by --documents-per-micro-batch --dropout --epochs
-        --eps --eval-data --eval-every --eval-examples --graph --group --init --init-scale --json
-        --keep-last --kl --loss --lr --map --max-seq-len --max-skipped --max-steps --max-unpacked
-        --method --min-lr --new-tokens --no-any-base --no-deterministic --no-graph --no-rslora
-        --no-stop-on-warning --no-strict --no-train-norms --out --patience --print-config
-        --prompts-per-round --quiet --rank --ratios --recompute --reference --resume --revision
-        --reward --reward-seconds --rows-per-micro-batch --rslora --samples --save-every
-        --save-minutes --schedule --seed --stop-on-warning --stop-within --strict --targets
-        --temperature --template --template-vars --threads --tokens-per-micro-batch --track
-        --train-norms --updates-per-round --val-split --warmup --watch --weight-decay -c BASE DATA""",
+        --beta2 --clip --clip-high --clip-low --clip-mode --compute-dtype --config --data --date --deterministic
+        --device --divide --divide-by --documents-per-micro-batch --dropout --embedding-on --epochs --eps
+        --eval-data --eval-every --eval-examples --graph --group --init --init-scale --json --keep-last --kl
+        --loss --lr --map --max-seq-len --max-skipped --max-steps --max-unpacked --method --min-lr --new-tokens
+        --no-any-base --no-deterministic --no-graph --no-rslora --no-stop-on-warning --no-strict --no-train-norms
+        --out --patience --print-config --prompts-per-round --quiet --rank --ratios --recompute --reference
+        --resume --revision --reward --reward-seconds --rows-per-micro-batch --rslora --samples --save-every
+        --save-minutes --schedule --seed --stop-on-warning --stop-within --strict --targets --temperature
+        --template --template-vars --threads --tokens-per-micro-batch --track --train-norms --updates-per-round
+        --val-split --warmup --watch --weight-decay -c BASE DATA""",
     "init": """--append-eos --base-dtype --date --device --eval-data --eval-examples --force --json --map --max-seq-len
         --max-unpacked --no-append-eos --no-strict --out --prompt-form --revision --strict --template --template-vars
         --train-on --train-reasoning --val-split BASE DATA MORE""",

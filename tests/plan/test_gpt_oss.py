@@ -44,3 +44,11 @@ def _is_expert(name: str) -> bool:
 def test_peak(size: str, gigabytes: float) -> None:
     plan = planned(size)
     assert 0.9 * gigabytes < plan.expected / 1e9 <= gigabytes and plan.fits
+
+
+def test_peak_with_the_embedding_on_the_host() -> None:
+    resident, hosted = planned("20b"), planned("20b", embedding_on="host")
+    table = 201_088 * 2880 * 2
+    assert hosted.expected / 1e9 <= 14.5 and hosted.settings["embedding_on"] == "host"
+    assert abs(resident.expected - hosted.expected - table) < 1 << 20
+    assert hosted.bytes.host == resident.bytes.host + table

@@ -65,7 +65,8 @@ def setup(device: str = "cpu", kind: str = "fp32", compute: torch.dtype = torch.
     where = torch.device(device)
     shape, lora = more.pop("shape", Capacities(96, 4, 33, 40)), more.pop("lora", LoraConfig(rank=4))
     base = random_base(more.pop("spec", spec()), where)
-    placed = Placement(kind, "for the test").placed_at(more.pop("on_host", False), more.pop("ranks", 0))
+    placed = Placement(kind, "for the test", embedding_on_host=more.pop("embedding_on_host", False))
+    placed = placed.placed_at(more.pop("on_host", False), more.pop("ranks", 0))
     values = {"backend": "cudnn" if where.type == "cuda" else "cpu", "card": CARD} | more
     return Setup(base, lora, Runtime(where, compute, "for the test"), placed, shape, **values)
 
@@ -112,6 +113,7 @@ CASES = {
     "anchored, with weights": setup(loss=Anchored(0.1), layout=WEIGHTED, kind="bf16", compute=torch.bfloat16),
     "fetched from host memory": setup(on_host=True, recompute="full"),
     "fetched nf4": setup(on_host=True, kind="nf4", spec=spec(layers=5)),
+    "embedding in host memory": setup(embedding_on_host=True, on_host=True),
     "kept, in parts on ranks": setup(ranks=3, kind="keep"),
     "prompts answered": setup(asked=(90, 20, 30), new_tokens=8, cache_capacity=100, recompute="full"),
 }

@@ -151,12 +151,14 @@ def placed(
     *,
     std_b: float = 0.02,
     storage: BundleStorage | None = None,
+    embedding_on_host: bool = False,
 ) -> oracle.Ours:
     """A decoder of the base with adapters that are not zero, the same on every device."""
     name = next(name for name, dtype in DTYPES.items() if dtype == compute)
     runtime = resolve(device, name)
     arena = build_arena(base.spec, lora, runtime.device, runtime.compute)
-    decoder = build_decoder(base, arena, lora, runtime, Placement(base_dtype, "test"), storage)
+    placement = Placement(base_dtype, "test", embedding_on_host=embedding_on_host)
+    decoder = build_decoder(base, arena, lora, runtime, placement, storage)
     initialise(arena, dataclasses.replace(lora, init="gaussian"), seed=7)  # wide, so that adapters matter
     drawn = torch.Generator().manual_seed(8)
     for slot in arena.slots:

@@ -27,6 +27,7 @@ from graftune.settings.config import Config
         "device",
         "base_dtype",
         "base_on",
+        "embedding_on",
         "shard_base",
         "compute_dtype",
         "threads",

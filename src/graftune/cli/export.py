@@ -15,7 +15,7 @@ Format = Literal["peft", "merged", "gguf-lora", "gguf", "apr"]
 Names = Literal["checkpoint", "text", "multimodal"]
 
 
-@takes("base", omit=("base_dtype", "base_on", "shard_base", "device", "compute_dtype", "threads"))
+@takes("base", omit=("base_dtype", "base_on", "embedding_on", "shard_base", "device", "compute_dtype", "threads"))
 def export(
     target: str,
     /,

@@ -31,7 +31,11 @@ ENDING = """
 """
 
 
-@takes("base", "data", omit=("base", "data", "base_on", "shard_base", "compute_dtype", "threads", "any_base"))
+@takes(
+    "base",
+    "data",
+    omit=("base", "data", "base_on", "embedding_on", "shard_base", "compute_dtype", "threads", "any_base"),
+)
 def init(
     base: Annotated[str, Parameter(show_default=False)] = "",
     data: Annotated[str, Parameter(show_default=False)] = "",

@@ -159,9 +159,10 @@ class Job:
         self.host_free = available_bytes() if self.card is not None and self.card.here else None
 
     def place(self, asked: str) -> Placement:
-        place = choose_placement if self.config.train.method == "lora" else nothing_frozen
         with self._as_there() as runtime:
-            return place(self.base, asked, runtime, self.free)
+            if self.config.train.method != "lora":
+                return nothing_frozen(self.base, asked, runtime, self.free)
+            return choose_placement(self.base, asked, runtime, self.free, self.config.base.embedding_on)
 
     def _places(self) -> list[tuple[bool, int]]:
         """Places for the frozen weights, as arguments of Placement.placed_at; the best one first."""
@@ -193,6 +194,7 @@ class Job:
         settings = {
             "base_dtype": placement.base_dtype,
             "base_on": "host" if placement.on_host else "device",
+            "embedding_on": "host" if placement.embedding_on_host else "device",
             "shard_base": "yes" if placement.ranks else "no",
             "compute_dtype": self.runtime.compute_name,
             "attention": self.attention.backend,

@@ -105,7 +105,7 @@ def _placed(config: Config, base: Base, runtime: Runtime, world: World | None) -
     """The placement without a plan: the first one in which the weights alone fit."""
     if config.train.method != "lora":
         return nothing_frozen(base, config.base.base_dtype, runtime)
-    placement = choose_placement(base, config.base.base_dtype, runtime)
+    placement = choose_placement(base, config.base.base_dtype, runtime, embedding_on=config.base.embedding_on)
     found = places(config.base.base_on, config.base.shard_base, world.size if world else 0, runtime.device)
     if len(found) > 1:
         held, free = held_bytes(base, placement.base_dtype, runtime.compute), free_bytes(runtime.device)
@@ -135,7 +135,8 @@ def check_method(config: Config) -> None:
     """Refuse settings of adapters if the method trains none, and a loss that does not work with the method."""
     choose(config.train)
     method, default = config.train.method, LoraConfig()
-    for name, unset in (("base_on", ("auto", "device")), ("shard_base", ("auto", "no"))):
+    whereabouts = {"base_on": ("auto", "device"), "embedding_on": ("device",), "shard_base": ("auto", "no")}
+    for name, unset in whereabouts.items():
         if method != "lora" and getattr(config.base, name) not in unset:
             raise GraftuneError(
                 f"{name} is {getattr(config.base, name)} and method is {method}, which freezes no weight",

@@ -101,6 +101,12 @@ class BaseConfig:
         "while the one before it computes; auto: on the device if that fits",
         resume="free",
     )
+    embedding_on: Literal["device", "host"] = opt(
+        "device",
+        "where the embedding lies, if the head is another tensor, and the per-layer embeddings of Gemma 4: on the "
+        "device, or on host, in host memory, from which the GPU reads the rows of a batch",
+        resume="free",
+    )
     shard_base: Literal["auto", "yes", "no"] = opt(
         "auto",
         "under torchrun, keep an equal part of the frozen weights on each rank and gather each block while the one "

@@ -14,6 +14,7 @@ class Settings(TypedDict, total=False):
     revision: str
     base_dtype: Literal["auto", "keep", "bf16", "fp16", "fp32", "nf4", "fp8"]
     base_on: Literal["auto", "device", "host"]
+    embedding_on: Literal["device", "host"]
     shard_base: Literal["auto", "yes", "no"]
     device: str
     compute_dtype: Literal["auto", "bf16", "fp16", "fp32"]

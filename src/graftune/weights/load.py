@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -23,6 +23,9 @@ from graftune.model.feed_forward.experts import PARAMETERS, ExpertsSpec
 from graftune.model.frozen import Augmented, Frozen, RowSource, Scratch, Trained, fill
 from graftune.model.frozen.builder import WeightBuilder
 from graftune.model.frozen.formats import FORMATS, checkpoint_format, stored_format
+from graftune.model.frozen.formats.floats import FloatFormat
+from graftune.model.frozen.formats.gguf import GgufFormat
+from graftune.model.frozen.host_table import HostTable
 from graftune.model.frozen.interface import CheckpointWeight
 from graftune.model.frozen.weight_format import WeightFormat
 from graftune.model.head import Head, NewRows
@@ -86,7 +89,7 @@ class _Placer:
         self.base, self.arena, self.lora, self.placement = base, arena, lora, placement
         self.spec, self.device, self.compute = base.spec, runtime.device, runtime.compute
         self.on_gpu = launch.augments(runtime.device)
-        self.float_format = FORMATS[runtime.compute_name]
+        self.float_format = cast(FloatFormat, FORMATS[runtime.compute_name])
         self.asked = placement.format
         # A checkpoint that is quantised in the format asked for stays as it is, with the tensors it left unquantised.
         self.as_stored = self.asked is None or self.asked is checkpoint_format(base.tensors)
@@ -107,7 +110,7 @@ class _Placer:
     def decoder(self) -> Decoder:
         spec = self.spec
         with self.bundle(None if spec.tied else EMBEDDING):  # a tied table is used at both ends: it stays
-            embedding = self.table("embed_tokens.weight")
+            embedding = self.table("embed_tokens.weight", looked_up=not spec.tied)
             head, head_rows = embedding, embed_rows = embedding, self.new_rows("embed_tokens.rows", embedding)
         if not spec.tied:
             with self.bundle(HEAD):
@@ -213,12 +216,15 @@ class _Placer:
         """On the device, also where blocks are fetched."""
         with self.bundle(None):
             shapes = {name: (shape[0], shape[-1]) for name, shape in spec.tensors.items()}
-            table, projection = (self.table(f"{name}.weight", shapes[f"{name}.weight"]) for name in (TABLE, PROJECTION))
+            table, projection = (
+                self.table(f"{name}.weight", shapes[f"{name}.weight"], looked_up=name == TABLE)
+                for name in (TABLE, PROJECTION)
+            )
             return LayerInputMaker(spec, table, projection, self.norm(f"{NORM}.weight", spec.inner))
 
-    def table(self, name: str, shape: tuple[int, int] | None = None) -> Frozen:
+    def table(self, name: str, shape: tuple[int, int] | None = None, *, looked_up: bool = False) -> Frozen:
         """An embedding or head. Where projections are quantised here it is in the compute dtype, unless the checkpoint
-        stores it quantised."""
+        stores it quantised. `looked_up`: nothing multiplies it, so that it may be in host memory."""
         shape = shape or (self.spec.vocab, self.spec.width)
         if name in self.arena.slots:
             return self.trained([name], shape[1])
@@ -227,6 +233,11 @@ class _Placer:
         if self.asked is not None and self.asked.quantises:
             as_stored = isinstance(source, CheckpointWeight)
             form = (stored_format(source) if as_stored else None) or self.float_format
+        if looked_up and self.placement.embedding_on_host:
+            form = form if isinstance(form, (FloatFormat, GgufFormat)) else self.float_format
+            table = HostTable(source, form, self.device, self.compute)
+            check_loaded([table], self.base)
+            return table
         weight = self.builder.weight([source], [form], as_stored=as_stored)
         self.made.append(weight)
         self.unchecked.append(weight)

@@ -38,6 +38,7 @@ class Placement:
     options: tuple[Option, ...] = (Option(),)  # of the format, the one in use first, then those with less memory
     on_host: bool = False  # fetched from host memory, block by block
     ranks: int = 0  # gathered, block by block, from so many ranks; 0: not divided
+    embedding_on_host: bool = False  # tables that are only looked up are read from host memory, row by row
 
     @property
     def fetched(self) -> bool:
@@ -50,7 +51,8 @@ class Placement:
 
     def describe(self) -> str:
         parts = f", in equal parts on {self.ranks} rank{'s' * (self.ranks > 1)}" if self.ranks else ""
-        return f"{self.base_dtype}{parts}{', in host memory' * self.on_host} ({self.why})"
+        table = ", the embedding in host memory" if self.embedding_on_host else ""
+        return f"{self.base_dtype}{parts}{', in host memory' * self.on_host}{table} ({self.why})"
 
     @property
     def option(self) -> str:
@@ -77,9 +79,14 @@ class Placement:
         return FORMATS.get(self.base_dtype)
 
 
-def choose_placement(base: Base, asked: str, runtime: Runtime, free: int | None = None) -> Placement:
+def choose_placement(
+    base: Base, asked: str, runtime: Runtime, free: int | None = None, embedding_on: str = "device"
+) -> Placement:
     """`free`: the device's bytes, where something is to be trained there; else they are asked for."""
     chosen = Placement(asked, "as set") if asked != "auto" else _automatic(base, runtime, free)
+    if embedding_on == "host":
+        _check_looked_up(base)
+        chosen = replace(chosen, embedding_on_host=launch.on_gpu(runtime.device))
     if chosen.base_dtype == "keep" and launch.augments(runtime.device):
         check_blocks(base)
     if chosen.format is None:
@@ -87,6 +94,16 @@ def choose_placement(base: Base, asked: str, runtime: Runtime, free: int | None 
     chosen.format.check(runtime.device, runtime.compute)
     options = chosen.format.options(base.tensors.values(), base.spec.parameters, free or 0)
     return replace(chosen, options=options)
+
+
+def _check_looked_up(base: Base) -> None:
+    """Refuses a base that has no table which is only looked up."""
+    if base.spec.tied and base.spec.layer_inputs is None:
+        raise GraftuneError(
+            "embedding_on is host and the embedding is also the head (tied), which every pass multiplies",
+            where=base.name or str(base.path),
+            fix="leave embedding_on out, or set base_on to host",
+        )
 
 
 def places(base_on: str, shard_base: str, ranks: int, device: torch.device) -> list[tuple[bool, int]]:

@@ -33,13 +33,14 @@ def dequantise(
     on a GPU, experts without rows may be left out."""
     assert blocks.dtype == torch.uint8 and blocks.dim() == 2 and blocks.is_contiguous()
     assert kind in KINDS, f"there is no dequantisation of {kind}"
-    assert out.dtype in _OUT and out.dim() == 2 and out.stride(1) == 1 and out.device == blocks.device
+    assert out.dtype in _OUT and out.dim() == 2 and out.stride(1) == 1
+    assert out.device == blocks.device or (rows is not None and not launch.on_gpu(blocks)), "only rows come from a host"
     assert out.shape[1] > 0 and blocks.shape[1] == row_bytes(kind, out.shape[1])
     if rows is None:
         assert len(blocks) == len(out)
     else:
         assert rows.shape == (len(out),) and rows.is_contiguous() and rows.dtype in (torch.int32, torch.int64)
-    if not launch.fused(blocks):
+    if not launch.fused(out):
         reference.dequantise(blocks, kind, out, rows)
         return
     from graftune.kernels.gguf_dequant import kernel
@@ -74,8 +75,9 @@ def cast(values: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def gather(blocks: torch.Tensor, kind: str, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """An embedding lookup: the rows `ids` [T] -> [T, width]. No other row is touched."""
+    """An embedding lookup: the rows `ids` [T] -> [T, width]. No other row is touched. Where ids are on a GPU, blocks
+    may be in host memory that it can read (model/frozen/host_table.py)."""
     block = KINDS[kind]
-    out = torch.empty(len(ids), blocks.shape[1] // block.bytes * block.values, dtype=dtype, device=blocks.device)
+    out = torch.empty(len(ids), blocks.shape[1] // block.bytes * block.values, dtype=dtype, device=ids.device)
     dequantise(blocks, kind, out, ids)
     return out

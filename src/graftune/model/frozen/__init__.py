@@ -9,6 +9,7 @@ trainer.
     Unpacked   on a GPU in fewer bits (NF4, GGUF blocks as in the file, or another float dtype): each product
                dequantises the weight into a scratch that all layers share
     Table      an embedding or head likewise, by as many rows as fit the scratch
+    HostTable  an embedding in host memory, whose rows a GPU reads itself (host_table.py)
     Mapped     on a CPU, still in the file or in NF4: each product dequantises a few rows at a time
     Trained    not frozen: a view into the arena, for full-parameter training
 
