@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 from benchmarks.floor import flops, work_of
 
 from benchmarks import cases, cpu, curves, data, kernels, measure, plan, random_bases, start, step
+from graftune.model.families import from_config
+from graftune.model.feed_forward.routing import LayerRouting
 from graftune.step import floor
 from tests.training.runs import write_data
 
@@ -190,6 +193,22 @@ def test_the_floor_of_layers_with_heads_of_two_sizes() -> None:
 def test_floors_of_other_bases(name: str) -> None:
     work = work_of(cases.parse(name))
     floor.Floor(work, CPU).run(floor.plan(work))
+
+
+def test_the_floor_has_the_rows_of_the_run() -> None:
+    """In each layer as many rows of each expert as a step had; experts without rows are not unpacked."""
+    work = work_of(cases.parse("tinymoe-nf4-2x16"))
+    experts, rows = next((size.experts, size.rows(work.tokens)) for size in work.sizes if size.experts)
+    tokens = [3, 1, *[0] * (experts - 2)]
+    spec = from_config(cases.parse("tinymoe-nf4-2x16").shape.settings, "tiny")
+    layers = floor.layers_of(spec, [LayerRouting(1, tokens, 0.5)])
+    counted = floor.Floor(dataclasses.replace(work, layers=layers), CPU)
+    counted.run(floor.plan(counted.work))
+    assert "as in a step of the run" in counted.note and "at random" in floor.Floor(work, CPU).note
+    for (layer, name), ends in counted.ends.items():
+        assert (ends.tolist() == [3 * rows // 4, *[rows] * (experts - 1)]) == (layer == 1) and int(ends[-1]) == rows
+        moved, all_of_it = len(counted.packed[layer, name]), len(counted.packed[0, name])
+        assert moved == pytest.approx(all_of_it * (2 / experts if layer == 1 else 1), rel=0.01)
 
 
 def test_the_floor_of_a_mixture() -> None:

@@ -11,10 +11,13 @@ import torch
 from benchmarks.cases import parse
 from benchmarks.step import profile as profiled_case
 
+from graftune.cli import main
 from graftune.observe.profile import Profile
 from graftune.spans import DeviceClock, StampTurn
 from graftune.training.profiler import Recorder
 from tests.gpu.test_step import examples, ready, run
+from tests.support import moe
+from tests.training.runs import write_data
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -80,3 +83,14 @@ def test_nearly_all_of_a_step_is_owned(name: str) -> None:
     figures = profiled_case(parse(name), CUDA, steps=10, sustain=0.2)
     assert figures["owned"] >= 0.95, figures
     assert figures["eager_ms"] > figures["plain_ms"] and figures["phases"]["backward"] > figures["phases"]["loss"] > 0
+
+
+def test_the_floor_of_a_mixture_has_the_rows_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GRAFTUNE_CACHE", str(tmp_path / "cache"))
+    folder, data = moe.make_folder("qwen3_moe-wide", tmp_path / "base"), write_data(tmp_path / "data.jsonl")
+    words = "--device cuda --compute-dtype bf16 --recompute none --tokens-per-step 256 --max-seq-len 64 --steps 2"
+    assert main(["profile", str(folder), str(data), *words.split()]) == 0
+    said = capsys.readouterr()
+    assert "experts as in a step of the run" in said.out + said.err

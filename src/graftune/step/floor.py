@@ -12,14 +12,16 @@ The delta rule of a gated delta net is not run but added: 1.43 ms a layer, forwa
 32 value heads of 128x128, which is the best time published for an H200 (FlashQLA's), scaled by tokens and the size of
 the state. On other cards there is no floor for these models (training/floors.py).
 
-A mixture's products are torch's grouped_mm over as many rows as its tokens choose experts, each at random; the rows lie
-sorted already, and nothing is gathered or added up.
+A mixture's products are torch's grouped_mm over as many rows as its tokens choose experts, divided among them as a step
+of the run did in each layer, or at random where no step is known; the rows lie sorted already, and nothing is gathered
+or added up.
 
-Quantised bases: nf4 and GGUF blocks are brought into one scratch before every product, once in each pass, and the
-product reads it there. A copy that moves as many bytes stands for that, codes in and values out, at the
-memory's own speed; our dequantisation is not in it. fp8 multiplies codes with a scale a row (torch._scaled_mm),
-forward and back, from weights that lie ready for both ways and activations that are codes already; the head, which
-is never quantised, stays as it is. Codes and scales are read as they are: nothing is quantised on the way.
+Quantised bases: nf4, GGUF blocks and MXFP4 are brought into one scratch before every product, once in each pass, and
+the product reads it there. A copy that moves as many bytes stands for that, codes in and values out, at the memory's
+own speed; our dequantisation is not in it, nor are experts without rows. fp8 multiplies codes with a scale a row
+(torch._scaled_mm), forward and back, from weights that lie ready for both ways and activations that are codes already;
+the head, which is never quantised, stays as it is. Codes and scales are read as they are: nothing is quantised on the
+way.
 
 `graftune profile` and benchmarks/floor.py measure it; training/floors.py remembers the result.
 """
@@ -34,6 +36,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graftune.model.feed_forward.routing import LayerRouting
 from graftune.model.part import PartSpec
 from graftune.model.spec import ModelSpec
 from graftune.step.floor_attention import FloorAttention, Heads, fastest_attention, sustained
@@ -72,6 +75,12 @@ class Layer(NamedTuple):
     heads: Heads | None  # of its attention; None: it has none
     after: tuple[tuple[str, Size], ...]
     state_values: int = 0  # of a delta net's state; 0: the layer is none
+    counts: tuple[int, ...] = ()  # rows of each expert in a step of the run; empty: not known
+
+    def used_values(self, size: Size) -> int:
+        """Of a weight, those of experts that have rows."""
+        known = size.experts and any(self.counts)
+        return size.values * sum(count > 0 for count in self.counts) // size.experts if known else size.values
 
     @property
     def products(self) -> tuple[tuple[str, Size], ...]:
@@ -110,15 +119,16 @@ class Work:
         return DELTA_MS * self.tokens / DELTA_TOKENS * states / DELTA_STATE
 
 
-def layers_of(spec: ModelSpec) -> tuple[Layer, ...]:
-    found = []
-    for layer in spec.layers:
+def layers_of(spec: ModelSpec, routing: Sequence[LayerRouting] = ()) -> tuple[Layer, ...]:
+    """`routing`: what the routers did in a step of the run."""
+    found, counts = [], {one.layer: tuple(one.tokens) for one in routing}
+    for number, layer in enumerate(spec.layers):
         (first, *rest), shape = _products(layer.mixer), layer.mixer.attention
         heads = None if shape is None else Heads(shape.heads, shape.kv_heads, shape.head_width, shape.window)
         for part in layer.parts:
             if part is not layer.mixer:
                 rest += _products(part)
-        found.append(Layer((first,), heads, tuple(rest), layer.mixer.state_values))
+        found.append(Layer((first,), heads, tuple(rest), layer.mixer.state_values, counts.get(number, ())))
     return tuple(found)
 
 
@@ -210,7 +220,9 @@ class Floor:
             # As many values as the bytes moved are copies of: they fill a part of the scratch, random like the rest.
             self.scratch = self._random(max(size.values for size in packed.values()), scale=0.02)
             self.packed = {
-                key: self._random(math.ceil((work.packed(size) + 2) / 4 * size.values), scale=0.02)
+                key: self._random(
+                    math.ceil((work.packed(size) + 2) / 4 * work.layers[key[0]].used_values(size)), scale=0.02
+                )
                 for key, size in packed.items()
             }
             self.weights |= {key: self.scratch[: size.values].view(size.shape) for key, size in packed.items()}
@@ -219,7 +231,7 @@ class Floor:
         else:
             stored = {key: size for key, size in each.items() if key not in packed}
             self.weights |= {key: self._random(*size.shape, scale=0.02) for key, size in stored.items()}
-        self.ends = {size: self._routed(size) for size in work.sizes if size.experts}
+        self.ends = {key: self._ends(work.layers[key[0]].counts, size) for key, size in each.items() if size.experts}
         self._make_buffers()
         kinds = {layer.heads for layer in work.layers if layer.heads}
         self.attention: dict[Heads, FloorAttention] = {
@@ -242,17 +254,22 @@ class Floor:
         self.grad_x = {size: torch.empty_like(self.x[size]) for size in plain}
         self.grad_w = {size: self._random(*size.shape) for size in plain} if work.full else {}
 
-    def _routed(self, size: Size) -> torch.Tensor:
-        """Where the rows of each expert end, if every token chooses at random, [E] int32."""
+    def _ends(self, counts: Sequence[int], size: Size) -> torch.Tensor:
+        """Where the rows of each expert end, [E] int32: as many as in the run, or every token chooses at random."""
+        if any(counts):
+            parts = torch.tensor(counts, dtype=torch.float64).cumsum(0) * (size.rows(self.work.tokens) / sum(counts))
+            return parts.round().to(self.device, torch.int32)
         drawn = torch.Generator(self.device).manual_seed(0)
         scores = torch.rand(self.work.tokens, size.experts, generator=drawn, device=self.device)
-        counts = torch.bincount(scores.topk(size.chosen, 1).indices.flatten(), minlength=size.experts)
-        return counts.cumsum(0, dtype=torch.int32)
+        chosen = torch.bincount(scores.topk(size.chosen, 1).indices.flatten(), minlength=size.experts)
+        return chosen.cumsum(0, dtype=torch.int32)
 
     @property
     def note(self) -> str:
         names = sorted({one.name for one in self.attention.values()})
-        return f"attention: {', '.join(names) or 'none'}" + (", experts at random" if self.ends else "")
+        counted = any(any(layer.counts) for layer in self.work.layers)
+        routed = f", experts {'as in a step of the run' if counted else 'at random'}" if self.ends else ""
+        return f"attention: {', '.join(names) or 'none'}{routed}"
 
     def _random(self, *size: int, scale: float = 1.0) -> torch.Tensor:
         return torch.empty(size, dtype=self.work.dtype, device=self.device).normal_(0.0, scale)
@@ -280,7 +297,7 @@ class Floor:
         place, chunk = slice(op.start, op.start + op.rows), slice(0, op.rows)
         if size.experts:
             given, weight = (self.x, weight.transpose(1, 2)) if op.kind == "forward" else (self.grad, weight)
-            torch.nn.functional.grouped_mm(given[size], weight, offs=self.ends[size])
+            torch.nn.functional.grouped_mm(given[size], weight, offs=self.ends[op.layer, op.name])
         elif op.kind == "forward":
             torch.mm(self.x[size][place], weight.t(), out=self.y[size][chunk])
         elif op.kind == "input_grad":

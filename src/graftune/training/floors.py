@@ -7,12 +7,14 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from graftune.data.pack import Capacities
 from graftune.io import user_cache
+from graftune.model.feed_forward.routing import LayerRouting
 from graftune.observe.console import Console
 from graftune.session import Parts
 
@@ -50,7 +52,7 @@ def _reason(parts: Parts) -> tuple[str, str]:
 
 def key_of(parts: Parts, shape: Capacities, forwards: int) -> str:
     """Of everything that a floor depends on. How long single documents are is not part of it: attention is a small
-    share, and a run has other documents in every batch."""
+    share, and a run has other documents in every batch. Nor is how many rows each expert has, for the same reason."""
     card = torch.cuda.get_device_name(parts.runtime.device)
     packed = [round(packed_bytes(parts, experts=experts), 4) for experts in (False, True)]
     held = [parts.placement.base_dtype, packed, parts.runtime.compute_name]
@@ -71,13 +73,15 @@ def _stored(key: str) -> float | None:
     return float(found) if isinstance(found, int | float) and 0 < found < math.inf else None
 
 
-def work_of(parts: Parts, shape: Capacities, lengths: tuple[int, ...], forwards: int) -> Work:
-    """`lengths`: of the documents of one micro-batch, which add up to its tokens."""
+def work_of(
+    parts: Parts, shape: Capacities, lengths: tuple[int, ...], forwards: int, routing: Sequence[LayerRouting] = ()
+) -> Work:
+    """`lengths`: of the documents of one micro-batch, which add up to its tokens. `routing`: of a step."""
     from graftune.step import floor
 
     spec = parts.base.spec
     return floor.Work(
-        floor.layers_of(spec),
+        floor.layers_of(spec, routing),
         floor.Size(spec.vocab, spec.width),
         shape.capacity,
         shape.max_rows,

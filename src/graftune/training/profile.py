@@ -10,7 +10,7 @@ import gc
 import math
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from graftune.model.context import micro_batch_id
+from graftune.model.feed_forward.routing import LayerRouting
 from graftune.observe.console import Console
 from graftune.observe.profile import Profile
 from graftune.settings.config import Config
@@ -57,7 +58,7 @@ def _profile(prepared: Prepared, console: Console, steps: int) -> Profile:
         return found
     forwards = parts.loss.forwards(send.loader.layout)
     key = floors.key_of(parts, send.shape, forwards)
-    work = floors.work_of(parts, send.shape, send.lengths, forwards)
+    work = floors.work_of(parts, send.shape, send.lengths, forwards, send.routing)
     del parts, prepared
     send.close()
     gc.collect()
@@ -80,6 +81,7 @@ class Sender:
         self.steps = self._steps()
         self.sent = self.tokens = self.micro_batches = 0
         self.lengths = self._lengths()
+        self.routing: Sequence[LayerRouting] = ()  # of a step
 
     def __call__(self) -> None:
         epoch, place, micro_batches = next(self.steps)
@@ -87,7 +89,8 @@ class Sender:
         hyper = hyperparameters(optim, divisor=loader.divisor(epoch, place))
         ids = [micro_batch_id(self.sent, number) for number in loader.bins(epoch, place)]
         self.parts.pipeline.step(micro_batches, hyper, ids)
-        self.parts.pipeline.finished()
+        for done in self.parts.pipeline.finished():
+            self.routing = done.routing or self.routing
         self.sent += 1
         self.tokens += loader.counts(epoch, place)[0]
         self.micro_batches += len(micro_batches)
