@@ -15,6 +15,8 @@ from graftune.errors import GraftuneError
 from graftune.model.families import from_config
 from graftune.settings.config import LoraConfig
 from graftune.weights.base import open_base, with_new_tokens
+from graftune.weights.describe import base_facts
+from tests.parity.test_full import transformers_logits
 from tests.parity.test_transformers import documents, examples
 from tests.support import oracle, tiny
 
@@ -41,6 +43,19 @@ def test_every_adapter_learns(variant: str, tiny_folder: Callable[[str], Path]) 
     for name, grad in grads.items():
         assert bool(grad.any()) == name.endswith("lora_B.weight"), name
     assert {name.split(".")[3] for name in grads} >= {"q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"}
+
+
+def test_a_checkpoint_with_towers(tiny_folder: Callable[[str], Path]) -> None:
+    """As E2B is published: the text model is read, with its per-layer embeddings, and the towers are said to be left
+    out. Exports of such a folder: tests/exporting/test_vision.py."""
+    folder = tiny_folder("gemma4-vision")
+    base, stored = open_base(str(folder)), load_file(folder / "model.safetensors")
+    outside = {name for name in stored if "language_model" not in name}
+    assert {name.split(".")[1] for name in outside} == {"vision_tower", "embed_vision", "audio_tower", "embed_audio"}
+    assert set(base.carried) == outside and "embed_tokens_per_layer.weight" in base.tensors
+    assert base_facts(base)["not loaded"].startswith(f"{len(outside)} tensors outside the text model (")
+    text = [[5, 80, 7, 99, 130]]
+    assert (oracle.ours(folder, random_b=False).logits(text) - transformers_logits(folder, text)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(

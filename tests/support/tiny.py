@@ -245,6 +245,29 @@ VISION: dict[str, tuple[str, dict[str, Any]]] = {
             "image_token_index": 250,
         },
     ),
+    "gemma4-vision": (  # as E2B: with per-layer embeddings, and a tower for sounds
+        "Gemma4Config",
+        {
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "patch_size": 4,
+                "position_embedding_size": 8,
+            },
+            "audio_config": {
+                "hidden_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "subsampling_conv_channels": [4, 4],
+                "output_proj_dims": 12,
+            },
+            **dict.fromkeys(("image_token_id", "audio_token_id", "video_token_id"), 300),  # no token of a text
+        },
+    ),
     "gemma4_unified-vision": (
         "Gemma4UnifiedConfig",
         {
