@@ -204,7 +204,7 @@ class Experts(FeedForward[ExpertsSaved]):
         gate_up, h_gate_up = self._first(normed, routed, ctx)
         act = self._act(gate_up)
         if ctx.inputs_only:
-            gate_up = act[:0]
+            gate_up = gate_up.new_empty(0)
         del normed
         expert_out, h_down = self.down.forward(act, routed.starts, ctx.adapted)
         del act
