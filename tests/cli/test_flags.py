@@ -41,18 +41,22 @@ FROZEN = {
     "data": """--append-eos --base --config --date --json --map --max-seq-len --max-unpacked --no-append-eos
         --no-strict --prompt-form
         --revision --show --strict --template --template-vars --train-on --train-reasoning -c DATA MORE""",
-    "plan": """--adapter --alpha --anchor --any-base --append-eos --base --base-dtype --base-on --beta --beta1 --beta2
-        --clip --clip-high --clip-low --clip-mode --compute-dtype --config --data --date --desirable-weight
-        --deterministic --device --divide --divide-by --documents-per-micro-batch --dropout --embedding-on
-        --epochs --eps --eval-data --eval-every --eval-examples --gamma --gpu --graph --init --init-scale --json
-        --keep-last --kl --label-smoothing --loss --lr --map --max-seq-len --max-steps --max-unpacked --memory
-        --method --metric --metric-records --min-lr --new-tokens --no-any-base --no-append-eos --no-deterministic
-        --no-graph --no-rslora --no-score --no-strict --no-train-norms --patience --print-config --prompt-form
-        --rank --ratios --recompute --reference --reference-pass --revision --rows-per-micro-batch --rslora
-        --sample-tokens --samples --save-every --save-minutes --schedule --score --score-records --seed
-        --sft-share --shard-base --strict --targets --temperature --template --template-vars --threads
-        --tokens-per-micro-batch --tokens-per-step --train-norms --train-on --train-reasoning --undesirable-weight
-        --val-split --warmup --weight-decay -c BASE DATA MORE""",
+    "plan": """--adapter --advantage-scale --alpha --anchor --answer-tokens --any-base --append-eos --base
+        --base-dtype --base-on --beta --beta1 --beta2 --clip --clip-high --clip-low --clip-mode
+        --compute-dtype --config --data --date --desirable-weight --deterministic --device --divide
+        --divide-by --documents-per-micro-batch --dropout --embedding-on --epochs --eps --eval-data
+        --eval-every --eval-examples --gamma --gpu --graph --group --init --init-scale --json
+        --keep-last --kl --label-smoothing --loss --lr --map --max-seq-len --max-steps
+        --max-unpacked --memory --method --metric --metric-records --min-lr --new-tokens
+        --no-any-base --no-append-eos --no-deterministic --no-graph --no-rslora --no-score
+        --no-strict --no-train-norms --patience --print-config --prompt-form --prompts-per-round
+        --rank --ratios --recompute --reference --reference-pass --revision --reward
+        --reward-seconds --rows-per-micro-batch --rslora --sample-tokens --samples --samples-at-once
+        --save-every --save-minutes --schedule --score --score-records --seed --sft-share
+        --shard-base --strict --targets --temperature --template --template-vars --threads
+        --tokens-per-micro-batch --tokens-per-step --train-norms --train-on --train-reasoning
+        --undesirable-weight --updates-per-round --val-split --warmup --weight-decay -c BASE DATA
+        MORE""",
     "profile": """--adapter --alpha --anchor --any-base --append-eos --base --base-dtype --base-on --beta --beta1
         --beta2 --clip --clip-high --clip-low --clip-mode --compute-dtype --config --data --date --desirable-weight
         --deterministic --device --divide --divide-by --documents-per-micro-batch --dropout --embedding-on
@@ -65,16 +69,18 @@ FROZEN = {
         --tokens-per-micro-batch --tokens-per-step --trace --train-norms --train-on --train-reasoning
         --undesirable-weight --val-split --warmup --weight-decay -c DATA TARGET""",
     "rl": """--adapter --advantage-scale --alpha --answer-tokens --any-base --base --base-dtype --base-on --beta1
-        --beta2 --clip --clip-high --clip-low --clip-mode --compute-dtype --config --data --date --deterministic
-        --device --divide --divide-by --documents-per-micro-batch --dropout --embedding-on --epochs --eps
-        --eval-data --eval-every --eval-examples --graph --group --init --init-scale --json --keep-last --kl
-        --loss --lr --map --max-seq-len --max-skipped --max-steps --max-unpacked --method --min-lr --new-tokens
-        --no-any-base --no-deterministic --no-graph --no-rslora --no-stop-on-warning --no-strict --no-train-norms
-        --out --patience --print-config --prompts-per-round --quiet --rank --ratios --recompute --reference
-        --resume --revision --reward --reward-seconds --rows-per-micro-batch --rslora --samples --save-every
-        --save-minutes --schedule --seed --stop-on-warning --stop-within --strict --targets --temperature
-        --template --template-vars --threads --tokens-per-micro-batch --track --train-norms --updates-per-round
-        --val-split --warmup --watch --weight-decay -c BASE DATA""",
+        --beta2 --clip --clip-high --clip-low --clip-mode --compute-dtype --config --data --date
+        --deterministic --device --divide --divide-by --documents-per-micro-batch --dropout
+        --embedding-on --epochs --eps --eval-data --eval-every --eval-examples --graph --group
+        --init --init-scale --json --keep-last --kl --loss --lr --map --max-seq-len --max-skipped
+        --max-steps --max-unpacked --method --min-lr --new-tokens --no-any-base --no-deterministic
+        --no-graph --no-rslora --no-stop-on-warning --no-strict --no-train-norms --out --patience
+        --print-config --prompts-per-round --quiet --rank --ratios --recompute --reference --resume
+        --revision --reward --reward-seconds --rows-per-micro-batch --rslora --samples
+        --samples-at-once --save-every --save-minutes --schedule --seed --stop-on-warning
+        --stop-within --strict --targets --temperature --template --template-vars --threads
+        --tokens-per-micro-batch --track --train-norms --updates-per-round --val-split --warmup
+        --watch --weight-decay -c BASE DATA""",
     "init": """--append-eos --base-dtype --date --device --eval-data --eval-examples --force --json --map --max-seq-len
         --max-unpacked --no-append-eos --no-strict --out --prompt-form --revision --strict --template --template-vars
         --train-on --train-reasoning --val-split BASE DATA MORE""",

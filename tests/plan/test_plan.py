@@ -18,9 +18,10 @@ from graftune.data.dataset import Dataset
 from graftune.data.encoded import Examples
 from graftune.data.pack import Capacities
 from graftune.errors import GraftuneError
-from graftune.infer.cache import CACHE
+from graftune.infer.cache import CACHE, CacheSize, Request
 from graftune.kernels import attention, nf4
 from graftune.kernels.attention import timing
+from graftune.kernels.rehearsal import WORKSPACES
 from graftune.losses import Anchored, preference
 from graftune.losses.interface import WEIGHTED
 from graftune.losses.kto import Kto
@@ -32,6 +33,7 @@ from graftune.observe.console import Console
 from graftune.observe.memory import parse_bytes
 from graftune.plan import Bytes, Card, Setup, choose, job, libraries, rehearse
 from graftune.plan.counting import Counting, Tally, block_bytes
+from graftune.plan.rehearse import sampling_cache
 from graftune.runtime import Runtime
 from graftune.session import attention_for
 from graftune.settings.config import Config, LoraConfig
@@ -115,6 +117,7 @@ CASES = {
     "fetched nf4": setup(on_host=True, kind="nf4", spec=spec(layers=5)),
     "embedding in host memory": setup(embedding_on_host=True, on_host=True),
     "kept, in parts on ranks": setup(ranks=3, kind="keep"),
+    "samples of a round": setup(sampled=(Request(50, 90, 3), Request(20, 60, 3)), at_once=4, evaluates=False),
     "prompts answered": setup(asked=(90, 20, 30), new_tokens=8, cache_capacity=100, recompute="full"),
 }
 
@@ -147,6 +150,26 @@ def test_answers_are_planned(device: str) -> None:
     mixed = rehearse(of(recompute="full", asked=(*(4,) * 12, 88), new_tokens=8, cache_capacity=150))
     more = mixed.phases["answer"][CACHE] - few.phases["answer"][CACHE]
     assert 0 < more < held, "short prompts beside a long one"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_samples_are_planned_beside_training(device: str) -> None:
+    """The cache stays while a run trains, and on a GPU the memory of the graphs that draw."""
+    of, sampled = setup if device == "cpu" else gpu, (Request(50, 90, 3), Request(20, 60, 3))
+    without = rehearse(of(evaluates=False))
+    for at_once in (2, 6):
+        setting = of(evaluates=False, sampled=sampled, at_once=at_once)
+        found, compute = rehearse(setting), setting.runtime.compute
+        shape = sampling_cache(setting.base.spec, compute, sampled, at_once)
+        held = shape.bytes(CacheSize.of(setting.base.spec, compute))
+        assert shape.places == at_once and shape.holds(sampled) and not shape.holds([Request(50, 1000)])
+        for phase in ("sample", "step"):
+            assert held <= found.phases[phase][CACHE] <= held + 8192, phase  # the page tables are small
+        more = {name: size - without.phases["step"].get(name, 0) for name, size in found.phases["step"].items()}
+        assert {name for name, size in more.items() if size > 20_000} <= {CACHE, WORKSPACES}, more
+        assert more.get(WORKSPACES, 0) <= 64 * MIB, "prompts are read on the streams of evaluations"
+        if device == "cuda":
+            assert found.captured > without.captured and found.eager > 0
 
 
 def test_passes_of_a_reference_are_planned() -> None:

@@ -37,7 +37,8 @@ def _rehearsed_once() -> Iterator[None]:
 
     def once(setup: Setup, launched: object = None) -> Bytes:
         key = key_of(setup)
-        assert key is not None
+        if key is None:
+            return rehearse(setup)
         if key not in made:
             made[key] = rehearse(setup)
         return made[key]
@@ -298,3 +299,28 @@ def test_a_plan_says_whether_the_transfer_hides() -> None:
     said = transfer.sentence(short.setup("full", 1024, short.placement))
     enough = re.search(r"waits for the link; from about (\d+) tokens", said)
     assert enough is not None and 3000 < int(enough[1]) < 6000
+
+
+def test_fewer_samples_at_once_where_memory_is_short(tiny_folder, tmp_path: Path, capsys) -> None:
+    """A whole round, or halves of it until one fits; a number that is asked for stays."""
+    from graftune.plan import best
+    from graftune.rl.prepare import job_of
+
+    reward, base = tmp_path / "reward.py", str(tiny_folder("llama-shallow"))
+    reward.write_text("def reward(completions, **columns): ...\n")
+    values = {"base": base, "device": "cuda", "max_seq_len": 256, "answer_tokens": 200, "reward": [str(reward)]}
+    values |= {"prompts_per_round": 32, "group": 8, "recompute": "full", "tokens_per_micro_batch": 256}
+
+    def made(memory: int, at_once: int = 0) -> job.Job:
+        return job_of(Config.of(values | {"samples_at_once": at_once}), QUIET, memory=memory)
+
+    large = made(80 << 30)
+    assert best(large).settings["samples_at_once"] == 256 and large.cache is not None and large.cache.places == 256
+    memory = best(made(80 << 30, 64)).needed + 64 * 1024 + job.CONTEXT_BYTES
+    short = made(memory)
+    assert best(short).fits and short.at_once == 64 and short.cache is not None and short.cache.places == 64
+    assert not best(made(memory, 256)).fits
+    line = ["plan", base, "--reward", str(reward), "--group", "4", "--prompts-per-round", "2", "--gpu", "4090"]
+    assert main([*line, "--recompute", "full", "--max-seq-len", "512", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["samples_at_once"] == 8 and found["owners"]["cache of generation"] > 0

@@ -17,10 +17,11 @@ from graftune.data.prompts import PromptRow, prompt_of, read_prompts
 from graftune.data.row import Refusal
 from graftune.data.sample.parcels import parcels_path, reward
 from graftune.errors import GraftuneError
+from graftune.infer import generate
 from graftune.observe.events import read_events
 from graftune.rl.rewards import Rewards, advantages_of
 from graftune.rl.rounds import example_of
-from graftune.settings.config import DataConfig, RlConfig
+from graftune.settings.config import Config, DataConfig, RlConfig
 from tests.losses import sampled
 from tests.training.runs import adapter_bytes
 
@@ -165,7 +166,18 @@ def settings(tiny_folder: Callable[[str], Path], prompts: Path, functions: Path)
 
 @pytest.fixture(scope="module")
 def straight(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return graftune.train(**settings, out=str(tmp_path_factory.mktemp("rl") / "straight")).folder
+    made, real = [], generate.Sampler.__init__
+
+    def init(self: Any, *args: Any) -> None:
+        made.append(self)
+        real(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate.Sampler, "__init__", init)
+        folder = graftune.train(**settings, out=str(tmp_path_factory.mktemp("rl") / "straight")).folder
+    kept = [one for one in made if one.cache.tables and not next(iter(one.cache.tables.values())).is_meta]
+    assert len(kept) == 1 and kept[0].shape.places == 9, "one cache for the rounds and evaluations of a run"
+    return folder
 
 
 def test_a_run_reports_its_rewards(straight: Path) -> None:
@@ -186,6 +198,9 @@ def test_a_run_reports_its_rewards(straight: Path) -> None:
     assert end["metric"]["name"] == "reward" and end["best_step"] in (2, 4)
     assert end["metric"]["best"] == max(e["metrics"]["reward"] for e in evals[1:])
     assert (straight / "adapter" / "adapter_model.safetensors").is_file()
+    plan = json.loads((straight / "plan.json").read_text())
+    assert plan["settings"]["samples_at_once"] == 9 and plan["owners"]["cache of generation"] > 0
+    assert Config.of_run(straight).rl.samples_at_once == 9
 
 
 def test_stopped_within_a_round_and_resumed_is_straight(

@@ -6,6 +6,7 @@ Plans for cards are made each time; tests of plans take `rehearse` as it is.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 from typing import Any
 
@@ -25,8 +26,17 @@ def key_of(setup: Any) -> str | None:
     rest |= {"loss": [type(setup.loss).__qualname__, vars(setup.loss)]}
     rest |= {"placement": dataclasses.replace(setup.placement, reason="")}  # the reason mentions the free memory
     rest |= {"card": setup.card and setup.card.device}  # a step does not depend on the free memory
-    text = json.dumps([setup.base.spec, tensors, rest], default=repr)
+    text = json.dumps([setup.base.spec, tensors, rest], default=_text)
     return None if " at 0x" in text else text
+
+
+def _text(value: Any) -> str:
+    """Functions by their names; those that hold values of their own have none that is unique."""
+    if inspect.isfunction(value) and value.__closure__ is None:
+        return f"{value.__module__}.{value.__qualname__}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return json.dumps({f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, default=_text)
+    return repr(value)
 
 
 def rehearse(setup: Any, launched: Any = None) -> Any:

@@ -23,6 +23,7 @@ WIDTH = 40  # of the bar
     "data",
     "optim",
     "train",
+    "rl",
     "samples",
     "sample_tokens",
     "score",
@@ -43,7 +44,7 @@ def plan(
     settings: Any = None,
 ) -> int:
     """Show how much memory training BASE would take, by owner, and what fits; with DATA also its steps and their time.
-    Nothing is loaded.
+    With a reward, as for graftune rl: with the cache of the samples. Nothing is loaded.
 
     Parameters
     ----------
@@ -77,6 +78,7 @@ def plan(
     from graftune.observe.memory import parse_bytes
     from graftune.plan import best, furthest, largest, policies_of, refusal
     from graftune.plan.cards import find
+    from graftune.rl.prepare import job_of as rl_job_of
     from graftune.training.expected import expected
     from graftune.training.prepare import job_of
 
@@ -85,7 +87,9 @@ def plan(
         if "device" in flags:
             raise GraftuneError(f"--gpu {gpu} and --device {whole.base.device} contradict each other", fix="give one")
         whole = whole.replace(device="cuda")
-    job = job_of(whole, console, memory=parse_bytes(memory) if memory else 0, model=model)
+    learns_by_rewards = bool(whole.rl.reward)
+    make = rl_job_of if learns_by_rewards else job_of
+    job = make(whole, console, memory=parse_bytes(memory) if memory else 0, model=model)
     found = best(job)
     fits = {policy: largest(job, policy) for policy in policies_of(job)}
     coming = expected(job, found)
@@ -93,7 +97,8 @@ def plan(
     console.result(found.document() | {"largest": fits, "largest_looked_for": furthest(job)} | steps)
     if not json:
         _show(console, found, fits, furthest(job))
-        for line in coming.lines() if coming else ["give data to see how many steps it makes and how long they take"]:
+        missing = [] if learns_by_rewards else ["give data to see how many steps it makes and how long they take"]
+        for line in coming.lines() if coming else missing:
             console.line(line)
     if coming and coming.warning:
         console.warn(coming.warning)

@@ -89,8 +89,9 @@ class CacheShape(NamedTuple):
     width: int  # pages of one sequence at most: the width of its table
 
     @staticmethod
-    def of(size: CacheSize, requests: Sequence[Request], budget: int) -> CacheShape:
-        """For as many samples at once as fit the bytes of `budget`, at least one: the ones that need the most."""
+    def of(size: CacheSize, requests: Sequence[Request], budget: float, most: int = MOST_PLACES) -> CacheShape:
+        """For as many samples at once as fit the bytes of `budget`, at least one and no more than `most`: the ones that
+        need the most."""
         needs = [
             {w: own_pages(one, w) + (0 if number else shared_pages(one, w)) for w in size.per_token}
             for one in requests
@@ -98,7 +99,7 @@ class CacheShape(NamedTuple):
         ]
         costs = [sum(need[w] * PAGE * size.per_token[w] for w in need) + size.per_sequence for need in needs]
         pages, left, places = dict.fromkeys(size.per_token, 0), budget, 0
-        for index in sorted(range(len(needs)), key=lambda i: -costs[i])[:MOST_PLACES]:
+        for index in sorted(range(len(needs)), key=lambda i: -costs[i])[:most]:
             left -= costs[index]
             if places and left < 0:
                 break
@@ -106,6 +107,14 @@ class CacheShape(NamedTuple):
             pages = {w: pages[w] + needs[index][w] for w in pages}
         pages = {w: max(count, *(need[w] for need in needs)) for w, count in pages.items()}  # each one fits by itself
         return CacheShape(places, tuple(pages.items()), max(ceil_div(one.final, PAGE) for one in requests))
+
+    def holds(self, requests: Sequence[Request]) -> bool:
+        """Whether every single sample fits, so that each of them gets its turn."""
+        return all(
+            ceil_div(one.final, PAGE) <= self.width
+            and all(own_pages(one, w) + shared_pages(one, w) <= count for w, count in self.pages)
+            for one in requests
+        )
 
     def covers(self, other: CacheShape) -> bool:
         pages = dict(self.pages)

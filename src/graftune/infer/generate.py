@@ -15,17 +15,20 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from graftune import graph
 from graftune.errors import GraftuneError
 from graftune.graph import Captured
 from graftune.infer import cache as caches
 from graftune.infer.cache import Cache, CacheShape, CacheSize, Pages, Request
 from graftune.infer.decode_batch import ROUNDS, STOPS, DecodeBatch, DrawnRounds, Piece, passes
 from graftune.infer.sample import Sampling
+from graftune.kernels import draw
 from graftune.kernels.paged_attention import PAGE
 from graftune.model.decoder import Decoder
 
@@ -277,21 +280,36 @@ def prompts_of(prompts: Sequence[Sequence[int]], requests: Sequence[Request]) ->
 
 
 def sampler_for(
-    decoder: Decoder, requests: Sequence[Request], budget: int, backend: str, kept: Sampler | None = None
+    decoder: Decoder,
+    requests: Sequence[Request],
+    budget: int,
+    backend: str,
+    kept: Sampler | None = None,
+    planned: CacheShape | None = None,
 ) -> Sampler:
-    """`kept` if its cache is large enough and free; else a new one, at least as large where the budget allows."""
+    """`kept` if its cache is large enough and free; else a new one, at least as large where the budget allows. With a
+    `planned` shape every call has that one, as long as it holds each of the samples."""
     size = CacheSize.of(decoder.spec, decoder.compute)
-    shape = CacheShape.of(size, requests, budget)
+    use_planned = planned is not None and planned.holds(requests)
+    shape = planned if planned is not None and use_planned else CacheShape.of(size, requests, budget)
     if kept is not None and kept.shape.covers(shape) and not kept.busy:
         return kept
-    if kept is not None and kept.shape.joined(shape).bytes(size) <= budget:
+    if kept is not None and not use_planned and kept.shape.joined(shape).bytes(size) <= budget:
         shape = kept.shape.joined(shape)
     return Sampler(decoder, shape, backend)
 
 
-def rehearse(decoder: Decoder, requests: Sequence[Request], budget: int, backend: str) -> None:
-    """Run what needs the most memory: the largest passes over prompts, and one round."""
-    sampler = Sampler(decoder, CacheShape.of(CacheSize.of(decoder.spec, decoder.compute), requests, budget), backend)
+def rehearse(
+    decoder: Decoder,
+    requests: Sequence[Request],
+    shape: CacheShape,
+    backend: str,
+    mode: str = draw.GREEDY,
+    stream: Any = None,
+) -> Sampler:
+    """Run what needs the most memory: the largest passes over prompts, and one round, on the stream that captures."""
+    sampler = Sampler(decoder, shape, backend)
+    sampler.batch.mode = mode
     batch, longest = sampler.batch, sorted(requests, key=lambda one: -one.prompt)[: sampler.shape.places]
     pieces = [Piece(i, 0, [0] * one.cached, one.final) for i, one in enumerate(longest) if one.cached]
     found = passes(pieces)
@@ -299,4 +317,6 @@ def rehearse(decoder: Decoder, requests: Sequence[Request], budget: int, backend
         some = [one for one in found if bool(one[0].start) == past]
         if some:
             batch.read(max(some, key=lambda one: sum(len(piece.tokens) for piece in one)))
-    sampler.queue_rounds(1, sampler.shape.places, max(one.final for one in requests))
+    with nullcontext() if stream is None else graph.on(stream):
+        sampler.queue_rounds(1, shape.places, max(one.final for one in requests))
+    return sampler

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 
 from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
+from graftune.infer.cache import MOST_PLACES
 from graftune.observe.memory import human_bytes
 from graftune.plan.job import Job, Plan
 from graftune.settings.config import BaseConfig
@@ -42,8 +43,29 @@ def resolve_auto(job: Job) -> Plan:
 
 
 def best(job: Job) -> Plan:
-    """The plan of the first choice that fits; if none fits, of the first. Frozen weights stay on the device if any
-    choice fits that way."""
+    """The plan of the first choice that fits; if none fits, of the first. In reinforcement learning a whole round is
+    sampled at once if any choice leaves memory for its cache, else a half of it, and so on."""
+    for count in samples_at_once(job):
+        job.at_once = count
+        plan = _best_of_choices(job)
+        if plan.fits:
+            break
+    return plan
+
+
+def samples_at_once(job: Job) -> list[int]:
+    """Numbers of samples to try, the best first."""
+    asked, most = job.config.rl.samples_at_once, sum(one.samples for one in job.sampled)
+    if asked:
+        return [min(asked, most)]
+    counts = [min(MOST_PLACES, most)]
+    while counts[-1] > 1:
+        counts.append(counts[-1] // 2)
+    return counts
+
+
+def _best_of_choices(job: Job) -> Plan:
+    """Frozen weights stay on the device if any choice fits that way."""
     first: tuple[Plan, Placement] | None = None
     found = list(choices(job))
     for on_host, ranks in job.places:

@@ -19,7 +19,7 @@ from graftune.arithmetic import ceil_div
 from graftune.batch import PLAIN, BatchLayout, Example
 from graftune.data.pack import TILE, Capacities, ahead_capacities
 from graftune.errors import GraftuneError
-from graftune.infer.cache import cache_capacity
+from graftune.infer.cache import CacheShape, Request, cache_capacity
 from graftune.kernels.rehearsal import META, Launched, Rehearsal, rehearsing
 from graftune.losses import Loss, choose
 from graftune.model.spec import ModelSpec
@@ -27,7 +27,7 @@ from graftune.observe.memory import available_bytes, free_bytes, human_bytes, re
 from graftune.plan import cards, libraries, transfer
 from graftune.plan.cards import Card
 from graftune.plan.counting import MIB
-from graftune.plan.rehearse import POOLS, Bytes, Setup, rehearse
+from graftune.plan.rehearse import POOLS, Bytes, Setup, rehearse, sampling_cache
 from graftune.runtime import DTYPES, Runtime, resolve
 from graftune.session import attention_for
 from graftune.settings.config import Config
@@ -136,6 +136,9 @@ class Job:
     evaluates: bool = True
     evaluated: Callable[[int], Capacities] | None = None  # `shapes` of the validation data; None: the training data's
     asked: tuple[int, ...] = ()  # tokens of each prompt that is answered before and after training
+    sampled: tuple[Request, ...] = ()  # the longest samples of a round of reinforcement learning
+    at_once: int = 0  # of them, how many are drawn at the same time
+    process: int = 0  # resident bytes on a CPU before anything was loaded; 0: those of now
     tokens: int = 0  # distinct tokens in the data; 0: unknown
     resuming: bool = False  # the run's earlier choices must stay
     loss: Loss | None = None  # None: the loss of the settings
@@ -145,7 +148,7 @@ class Job:
     ranks: int = 0  # ranks that a launcher has started; 0: no launcher
     training: Sequence[Example] | None = None  # the data, where it is known
     validation: Sequence[Example] = ()
-    _made: dict[tuple[str, int, Placement, ModelSpec], Bytes] = field(default_factory=dict)
+    _made: dict[tuple[str, int, int, Placement, ModelSpec], Bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         lora = self.config.lora
@@ -205,6 +208,8 @@ class Job:
             "graph": setup.graph,
             "ranks": self.ranks,
         }
+        if self.sampled:
+            settings["samples_at_once"] = self.at_once
         kind = self.runtime.device.type
         fetching = transfer.sentence(setup)
         return Plan(kind, self.where, settings, found, self.free, self._rest(setup, found), self.host_free, fetching)
@@ -231,9 +236,18 @@ class Job:
             asked=self.asked,
             new_tokens=config.run.sample_tokens,
             cache_capacity=cache_capacity(max(capacity, self.longest), recompute),
+            sampled=self.sampled,
+            at_once=self.at_once,
             copies=kind == "cpu" and libraries.copies_operand(self.runtime.compute),
             card=self.card,
         )
+
+    @property
+    def cache(self) -> CacheShape | None:
+        """The cache that sampling keeps beside training; None if the run samples nothing while it trains."""
+        if not self.sampled:
+            return None
+        return sampling_cache(self.base.spec, self.runtime.compute, self.sampled, self.at_once)
 
     @property
     def where(self) -> str:
@@ -242,7 +256,7 @@ class Job:
         return str(self.runtime.device)
 
     def _bytes(self, setup: Setup, capacity: int) -> Bytes:
-        key = (setup.recompute, capacity, replace(setup.placement, reason=""), setup.base.spec)
+        key = (setup.recompute, capacity, self.at_once, replace(setup.placement, reason=""), setup.base.spec)
         if key not in self._made:
             self._made[key] = rehearse(setup, launched=self.launched)
         return self._made[key]
@@ -251,7 +265,11 @@ class Job:
         if self.card is not None:
             taken = self.card.total - self.card.free
             return {CONTEXT if taken <= MOST_CONTEXT else OTHERS: taken}
-        return {HEAP: int(HEAP_SHARE * found.temporary), FILES: self._pages(setup), PROCESS: resident_bytes()}
+        return {
+            HEAP: int(HEAP_SHARE * found.temporary),
+            FILES: self._pages(setup),
+            PROCESS: self.process or resident_bytes(),
+        }
 
     def _pages(self, setup: Setup) -> int:
         """Bytes of the file that are read and stay mapped: all of it; but of an embedding that stays in the file and is

@@ -4,16 +4,17 @@ So the plan cannot drift from the code: a change that saves one more tensor, or 
 formula over shapes, as in other programs, is only right until the code changes.
 
 The phases are those of a run: load; the reference's log-probabilities, if they are stored; evaluate and answer prompts
-(eager); the first micro-step (eager, on the stream that captures it, with algorithms timed) with the sums ahead of it,
-and the update; on CUDA the micro-step and these sums once more, as they are captured. The run's
-peak is the largest of its phases. Temporaries of a captured step stay in its graph's pool for good, so eager work after
-the capture needs other memory.
+(eager); in reinforcement learning sample, with a cache and graphs that stay; the first micro-step (eager, on the stream
+that captures it, with algorithms timed) with the sums ahead of it, and the update; on CUDA the micro-step and these
+sums once more, as they are captured. The run's peak is the largest of its phases. Temporaries of a captured step stay
+in its graph's pool for good, so eager work after the capture needs other memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -27,12 +28,13 @@ from graftune.data.pack import Capacities
 from graftune.dist.shard import Shards
 from graftune.errors import GraftuneError
 from graftune.infer import generate
-from graftune.infer.cache import CACHE, CacheSize, Request
-from graftune.kernels import attention, launch, rehearsal
+from graftune.infer.cache import CACHE, CacheShape, CacheSize, Request
+from graftune.kernels import attention, draw, launch, rehearsal
 from graftune.kernels.rehearsal import LOGITS, META, SAVED, WORKSPACES, Device, Launched, Rehearsal, rehearsing
 from graftune.losses import CrossEntropy, Loss, reference_log_probs, stores_reference
 from graftune.model.bundles import Bundles, BundleStorage, HostMemory
 from graftune.model.frozen import Augmented, RowSource
+from graftune.model.spec import ModelSpec
 from graftune.plan.cards import Card
 from graftune.plan.counting import SCRATCH, Counting, Tally
 from graftune.plan.libraries import TAKEN, OnCpu, OnGpu
@@ -71,6 +73,8 @@ class Setup:
     asked: tuple[int, ...] = ()  # tokens of each prompt that is answered before and after training
     new_tokens: int = 0  # tokens of an answer
     cache_capacity: int = 0  # tokens of the cache for answers
+    sampled: tuple[Request, ...] = ()  # samples of a round of reinforcement learning, whose cache stays
+    at_once: int = 0  # of them, how many are drawn at the same time
     copies: bool = False  # whether the CPU's products copy weights (libraries.copies_operand)
     card: Card | None = None
 
@@ -98,8 +102,8 @@ class Bytes:
 
     phases: dict[str, dict[str, int]]
     after: int = 0  # live after a step
-    captured: int = 0  # temporaries of the captured step, which stay in its graph's pool
-    eager: int = 0  # temporaries of an evaluation or of answers, in other memory
+    captured: int = 0  # temporaries of the captured step and sampling rounds, which stay in the pools of their graphs
+    eager: int = 0  # temporaries of an evaluation, of answers or of prompts that are read, in other memory
     host: int = 0  # peak of host memory, if the device is a GPU
     without_rule: frozenset[str] = frozenset()  # operations whose shapes torch's references computed
 
@@ -221,6 +225,16 @@ def run_phases(setup: Setup, tally: Tally) -> Bytes:
         with memory.phase("answer"):
             _answer(parts, setup)
     eager = max(memory.peak_of(name, loaded) for name in ("evaluate", "answer")) - loaded
+    sampler: generate.Sampler | None = None
+    if setup.sampled:
+        with memory.phase("sample"):
+            sampler = _sample(parts, setup, stream)
+        eager = max(eager, memory.peak_of("sample") - memory.total)
+        if stream is not None:
+            before = memory.total
+            with memory.phase("capture of sampling"), graph.null_capture(stream):
+                sampler.batch.round(setup.at_once, draw.WHOLE, True)
+            captured = memory.peak_of("capture of sampling") - before
     ahead: PackedBatch | None = None
     if setup.ahead is not None and setup.layout.ahead is not None:
         ahead, step.longest_ahead = _batch(setup.ahead, device, setup.layout.ahead.fields), setup.ahead.longest
@@ -237,7 +251,7 @@ def run_phases(setup: Setup, tally: Tally) -> Bytes:
         before = memory.total
         with memory.phase("capture"), graph.null_capture(stream):
             micro_step()
-        captured = memory.peak_of("capture") - before
+        captured += memory.peak_of("capture") - before
     return Bytes(memory.phases, memory.total, captured, eager, tally.of("cpu").peak if on_gpu else 0)
 
 
@@ -301,5 +315,17 @@ def _answer(parts: Parts, setup: Setup) -> None:
     """Read the prompts and draw a token of each, with as many of them at once as fit the cache."""
     decoder = parts.decoder
     requests = [Request(n, min(n + setup.new_tokens, decoder.spec.max_positions)) for n in setup.asked]
-    budget = setup.cache_capacity * CacheSize.of(decoder.spec, decoder.compute).most_per_token
-    generate.rehearse(decoder, requests, budget, parts.eager_attention)
+    size = CacheSize.of(decoder.spec, decoder.compute)
+    shape = CacheShape.of(size, requests, setup.cache_capacity * size.most_per_token)
+    generate.rehearse(decoder, requests, shape, parts.eager_attention)
+
+
+def _sample(parts: Parts, setup: Setup, stream: Any) -> generate.Sampler:
+    """Read the prompts of a round and draw a token of as many samples as are drawn at once."""
+    shape = sampling_cache(setup.base.spec, parts.decoder.compute, setup.sampled, setup.at_once)
+    return generate.rehearse(parts.decoder, setup.sampled, shape, parts.eager_attention, draw.WHOLE, stream)
+
+
+def sampling_cache(spec: ModelSpec, dtype: torch.dtype, sampled: Sequence[Request], at_once: int) -> CacheShape:
+    """The cache of a run that draws so many of these samples at once."""
+    return CacheShape.of(CacheSize.of(spec, dtype), sampled, math.inf, at_once)

@@ -1,11 +1,11 @@
 """Prepares a run of reinforcement learning: the reward functions, the prompts, the folder and the session, each mistake
-found as early as it can be. Memory is planned as for a session whose data is not known yet (training/prepare.py)."""
+found as early as it can be. Memory is planned for the longest answers, and for the cache of the samples of a round,
+which stays while the run trains."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,11 +17,12 @@ from graftune.data.row import Refusal
 from graftune.data.summary import counted
 from graftune.data.template import usable_format
 from graftune.errors import GraftuneError
+from graftune.infer.cache import Request
 from graftune.losses import LOSSES, choose
 from graftune.losses.policy import PolicyLoss
 from graftune.observe.console import Console
-from graftune.observe.memory import forget_earlier_runs, free_bytes
-from graftune.plan import Plan, card_here
+from graftune.observe.memory import forget_earlier_runs, free_bytes, resident_bytes
+from graftune.plan import CardModel, Job, Plan, card_here
 from graftune.rl.rewards import Rewards
 from graftune.runtime import set_up
 from graftune.session import Parts, Session, open_session, text, with_template
@@ -30,7 +31,7 @@ from graftune.settings.config import Config
 from graftune.settings.sources import DataValue, label
 from graftune.tokenizer import Tokenizer
 from graftune.tokenizer.template import today
-from graftune.training.prepare import opened, plan_session
+from graftune.training.prepare import opened, opened_to_plan, plan_session, training_job
 from graftune.training.ranks import SingleProcess
 from graftune.weights.base import with_new_tokens
 
@@ -92,7 +93,7 @@ def prepare_rl(
         console.note(note)
     forget_earlier_runs()
     card = card_here(device) if device.type == "cuda" else None  # before anything is loaded: a plan counts the base too
-    free = free_bytes(device) if device.type == "cpu" else 0
+    free, process = (free_bytes(device), resident_bytes()) if device.type == "cpu" else (0, 0)
     with console.working("opening the base"):
         config, base, adapter = opened(config)
     tokens = config.lora.new_tokens
@@ -100,19 +101,50 @@ def prepare_rl(
     with console.working("reading the data"):
         data = _read(config, reader, config.data.data, console)
     if not chosen_length:  # no longer than needed: memory is planned for it
-        config = config.replace(max_seq_len=max(data.longest + config.rl.answer_tokens, 8))
+        config = config.replace(max_seq_len=_needed(config, data))
     config = _with_auto(config, base.spec.parameters, console)
     folder = folder_for(config, config.data.data)
     with console.working("loading the base"):
         session = open_session(config, base=base)
     held.callback(session.close)
     parts = session.parts
-    parts.say, session.feed.planner = console.note, functools.partial(plan_session, card=card, free=free)
-    parts.config = parts.config.replace(out=str(folder))
-    session.feed.resolve_auto(None, session.loss.layout(()))
+    parts.say, parts.config = console.note, parts.config.replace(out=str(folder))
+    sampled = round_of(config, data.lengths, base.spec.max_positions)
+    with console.working("planning memory"):
+        layout = session.loss.layout(())
+        plan = plan_session(parts, None, layout, card=card, free=free, process=process, sampled=sampled)
+    session.feed.resolve_auto(None, session.loss.layout(()))  # where memory is not planned
     return PreparedRl(
-        folder, session, data.training, data.held_out, data.data_sha256, data.sha256, rewards, before, ranks
+        folder, session, data.training, data.held_out, data.data_sha256, data.sha256, rewards, before, ranks, plan
     )
+
+
+def round_of(config: Config, prompts: Sequence[int], positions: int) -> tuple[Request, ...]:
+    """The samples of the round that needs the most memory. `prompts`: tokens of each prompt."""
+    longest, settings = sorted(prompts, reverse=True)[: config.rl.prompts_per_round], config.rl
+    return tuple(Request(n, min(n + settings.answer_tokens, positions), settings.group) for n in longest)
+
+
+def job_of(config: Config, console: Console, memory: int = 0, model: CardModel | None = None) -> Job:
+    """A run that is only planned: with the prompts of its data, or without data with the longest that settings allow.
+    The reward functions are not called."""
+    chosen = config.data.max_seq_len
+    config, base, adapter, runtime, card, memory = opened_to_plan(with_policy_loss(config), console, memory, model)
+    if config.data.data:
+        data = _read(config, with_template(base, config, adapter).tokenizer, config.data.data, console)
+        prompts, config = data.lengths, config.replace(max_seq_len=chosen or _needed(config, data))
+    else:
+        config = config.replace(max_seq_len=min(config.data.longest(), base.spec.max_positions))
+        prompts = [max(1, config.data.max_seq_len - config.rl.answer_tokens)] * config.rl.prompts_per_round
+    config = _with_auto(config, base.spec.parameters, console)
+    sampled = round_of(config, prompts, base.spec.max_positions)
+    longest = config.data.max_seq_len
+    return training_job(config, base, runtime, card, memory, longest, None, evaluates=False, sampled=sampled)
+
+
+def _needed(config: Config, data: _Read) -> int:
+    """Tokens of the longest prompt with its answer: memory is planned for no longer ones."""
+    return max(max(data.lengths) + config.rl.answer_tokens, 8)
 
 
 @dataclass(frozen=True)
@@ -121,7 +153,7 @@ class _Read:
     held_out: list[PromptRow]
     data_sha256: str
     sha256: str
-    longest: int  # tokens of a prompt
+    lengths: list[int]  # tokens of each prompt
 
 
 def _read(config: Config, tokenizer: Tokenizer, value: DataValue, console: Console) -> _Read:
@@ -142,7 +174,8 @@ def _read(config: Config, tokenizer: Tokenizer, value: DataValue, console: Conso
         f"prompts: {len(training.prompts)} to train on, {len(held.prompts)} held out"
         + (f", {len(order)} of them evaluated" if len(order) < len(held.prompts) else "")
     )
-    return _Read(training.prompts, chosen.prompts, data, digest, max(map(len, (*training.tokens, *chosen.tokens))))
+    lengths = [len(tokens) for tokens in (*training.tokens, *chosen.tokens)]
+    return _Read(training.prompts, chosen.prompts, data, digest, lengths)
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ class StepStats:
 OWN = "own examples"  # those that come without a data set
 
 # Resolves `auto` when training begins, for a data set (None: for any) in batches of a layout.
-Planner = Callable[[Parts, Dataset | None, BatchLayout], None]
+Planner = Callable[[Parts, Dataset | None, BatchLayout], object]
 
 
 class BatchFeed:

@@ -20,7 +20,7 @@ from graftune.data.loader import Loader
 from graftune.data.pack import Capacities
 from graftune.dist.world import World
 from graftune.errors import GraftuneError
-from graftune.infer.cache import CacheSize, cache_capacity
+from graftune.infer.cache import CacheShape, CacheSize, cache_capacity
 from graftune.infer.generate import Sampler, requests_of, sampler_for
 from graftune.kernels import attention, launch, rehearsal
 from graftune.kernels.attention import Choice
@@ -134,6 +134,7 @@ class Parts:
     closed: bool = field(default=False, init=False)
     _reported: set[str] = field(default_factory=set, init=False)  # notes that were reported already
     shapes: dict[str, Capacities] = field(default_factory=dict, init=False)  # fixed ones, by their kind of data
+    planned_cache: CacheShape | None = field(default=None, init=False)  # which sampling keeps beside training
     _sampler: Sampler | None = field(default=None, init=False)
 
     @classmethod
@@ -289,7 +290,7 @@ class Parts:
         """The sampler for a call. It is kept for later calls, with its cache and its graphs."""
         requests = requests_of(self.decoder, prompts, new_tokens)
         backend = self.eager_attention
-        found = sampler_for(self.decoder, requests, self.cache_budget, backend, self._sampler)
+        found = sampler_for(self.decoder, requests, self.cache_budget, backend, self._sampler, self.planned_cache)
         if self._sampler is None or not self._sampler.busy:
             self._sampler = found
         return found
@@ -302,6 +303,8 @@ class Parts:
     def cache_budget(self) -> int:
         """Bytes that generation may keep: those of the plan, if there is one."""
         settings, size = self.config.train, CacheSize.of(self.base.spec, self.decoder.compute)
+        if self.planned_cache is not None:
+            return self.planned_cache.bytes(size)
         tokens = settings.tokens_per_micro_batch
         budget = cache_capacity(tokens or CACHED, settings.recompute) * size.most_per_token
         if tokens or self.runtime.device.type != "cuda":

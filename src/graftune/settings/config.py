@@ -476,6 +476,14 @@ class RlConfig:
     prompts_per_round: int = opt(8, "prompts that are answered in a round", resume="fixed", min=1)
     group: int = opt(8, "answers sampled to each prompt", resume="fixed", min=2)
     answer_tokens: int = opt(256, "longest sampled answer, in tokens", resume="fixed", min=1)
+    samples_at_once: int = opt(
+        0,
+        "answers that are sampled at the same time, each with a share of the cache; 0: all of a round, or as many as "
+        "memory allows beside training",
+        resume="fixed",
+        min=0,
+        max=256,
+    )
     updates_per_round: int = opt(
         1, "optimizer steps on the answers of a round, each over all of them", resume="fixed", min=1
     )

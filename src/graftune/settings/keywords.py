@@ -111,5 +111,6 @@ class Settings(TypedDict, total=False):
     prompts_per_round: int
     group: int
     answer_tokens: int
+    samples_at_once: int
     updates_per_round: int
     advantage_scale: Literal["group", "none"]

@@ -29,6 +29,7 @@ from graftune.data.pack import largest
 from graftune.data.sample import sample_for
 from graftune.data.summary import Summary, counted
 from graftune.errors import GraftuneError
+from graftune.infer.cache import CacheSize, Request
 from graftune.kernels.rehearsal import Launched
 from graftune.kernels.warm import Warming
 from graftune.losses import LOSSES, Loss, choose
@@ -226,6 +227,21 @@ def _read(config: Config, base: Base, adapter: Adapter | None, path: DataValue, 
 
 def job_of(config: Config, console: Console, memory: int = 0, model: CardModel | None = None) -> Job:
     """A run that is only planned: in the shapes of its data, or without data in the largest that settings allow."""
+    config, base, adapter, runtime, card, memory = opened_to_plan(config, console, memory, model)
+    if config.data.data:
+        data = _read(config, base, adapter, config.data.data, console)
+        config = _with_steps(config, base, data, console)
+        return run_job(config, base, runtime, card, memory, data)
+    config = _with_steps(config, base, None, console)
+    longest = min(config.data.longest(), base.spec.max_positions)
+    asked = (longest,) * config.run.samples
+    return training_job(config, base, runtime, card, memory, longest, None, asked=asked)
+
+
+def opened_to_plan(
+    config: Config, console: Console, memory: int, model: CardModel | None
+) -> tuple[Config, Base, Adapter | None, Runtime, Card | None, int]:
+    """The base and the device of a run that is only planned, and the memory that it may take."""
     if is_absent(config) and not memory and model is None:
         raise GraftuneError(
             f"device is {config.base.device} and there is no GPU here to ask for its memory",
@@ -239,14 +255,7 @@ def job_of(config: Config, console: Console, memory: int = 0, model: CardModel |
         raise GraftuneError(
             f"memory is planned on CUDA and on CPUs, not on {config.base.device}", fix="set device to cuda or cpu"
         )
-    if config.data.data:
-        data = _read(config, base, adapter, config.data.data, console)
-        config = _with_steps(config, base, data, console)
-        return run_job(config, base, runtime, card, memory, data)
-    config = _with_steps(config, base, None, console)
-    longest = min(config.data.longest(), base.spec.max_positions)
-    asked = (longest,) * config.run.samples
-    return training_job(config, base, runtime, card, memory, longest, None, asked=asked)
+    return config, base, adapter, runtime, card, memory
 
 
 def run_job(
@@ -344,28 +353,46 @@ def training_job(
     return job
 
 
-def plan_session(parts: Parts, data: Dataset | None, layout: BatchLayout, *, card: Card | None, free: int) -> None:
-    """Resolve recompute and the size of a micro-batch of an open session, for this data or (None) for any. `card` and
-    `free`: the device before the base was loaded, since a plan counts the base too."""
+def plan_session(
+    parts: Parts,
+    data: Dataset | None,
+    layout: BatchLayout,
+    *,
+    card: Card | None,
+    free: int,
+    process: int = 0,
+    sampled: tuple[Request, ...] = (),
+) -> Plan | None:
+    """Resolve recompute and the size of a micro-batch of an open session, for this data or (None) for any. `card`,
+    `free` and `process`: the device and the process before the base was loaded, since a plan counts the base too.
+    `sampled`: the longest samples of a round, if the session samples beside training; then it also resolves how many
+    of them are drawn at once."""
     config, device = parts.config, parts.runtime.device
     if device.type not in PLANNED_ON:
-        return
+        return None
     base = open_base(config.base.base, config.base.revision, weights=config.train.method != "scratch")
     training = None if data is None else data.examples
     longest = config.data.max_seq_len if training is None else largest(training, layout)
     planned = auto.with_step_tokens(config, base.spec.parameters)
     job = training_job(planned, base, parts.runtime, card, free, longest, training, loss=parts.loss, layout=layout)
+    job.sampled, job.evaluates, job.process = sampled, not sampled, process  # with samples, evaluations sample too
     job.loaded(parts.placement.fixed)
     with compiled_ahead(device, parts.say) as job.launched:
         plan = resolve_auto(job)
     asked = config.train.tokens_per_micro_batch  # a longer example has a micro-batch of its own
     parts.config = config.replace(recompute=plan.recompute, tokens_per_micro_batch=asked or plan.capacity)
+    what = "training needs"
+    if cache := job.cache:
+        parts.planned_cache, parts.config = cache, parts.config.replace(samples_at_once=job.at_once)
+        held = human_bytes(cache.bytes(CacheSize.of(base.spec, parts.runtime.compute)))
+        what = f"a cache of {held} for {counted(job.at_once, 'sample')} at once; sampling and training need"
     parts.say(
         f"planned: recompute {plan.recompute}, micro-batches of {asked or plan.capacity} tokens; "
-        f"training needs {human_bytes(plan.needed)} of {human_bytes(plan.free)}"
+        f"{what} {human_bytes(plan.needed)} of {human_bytes(plan.free)}"
     )
     for note in plan.notes:
         parts.say(note)
+    return plan
 
 
 @contextmanager
