@@ -190,9 +190,8 @@ def test_what_is_computed_again_is_the_same(recompute):
 
 def test_a_run_learns_as_bf16_does(tmp_path, monkeypatch):
     """Captured, through the whole command. The model's widths are multiples of 16, which tiny's are not."""
-    config = tiny.hf_config("llama")
-    config.intermediate_size = 96
-    monkeypatch.setattr(tiny, "hf_config", lambda variant: config)
+    config = {**tiny.config("llama"), "intermediate_size": 96}
+    monkeypatch.setattr(tiny, "config", lambda variant: dict(config))
     tiny.make_folder("llama", tmp_path / "base")
     rows = [{"text": f"the {a} {b} by"} for a in ("cat", "dog", "fox") for b in ("sat", "ran", "hid")] * 12
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))

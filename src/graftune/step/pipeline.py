@@ -348,7 +348,7 @@ class DevicePipeline(Pipeline):
         main.wait_event(staged.arrived)
         inputs.flat.copy_(staged.device)
         staged.taken.record(main)
-        self.free[len(staged.host)].put(staged)
+        self._free_slots(len(staged.host)).put(staged)
         self.work.decoder.bundles.restore_first_blocks()  # an evaluation left other blocks in the buffers
         inputs.run()
 
@@ -414,9 +414,13 @@ class DevicePipeline(Pipeline):
             for one in captured:
                 one.enabled = self.graph
 
+    def _free_slots(self, size: int) -> queue.SimpleQueue[TransferSlot]:
+        """A slot may come from the pipeline that was there before another loss replaced it."""
+        return self.free.setdefault(size, queue.SimpleQueue())
+
     def _slot(self, shape: BatchShape, size: int) -> TransferSlot:
         try:
-            slot = self.free.setdefault(size, queue.SimpleQueue()).get_nowait()
+            slot = self._free_slots(size).get_nowait()
             slot.arrived.synchronize()  # the earlier copy reads the pinned memory until then
         except queue.Empty:
             with torch.cuda.stream(self.copies):  # allocate for this stream, in this device's context

@@ -22,7 +22,7 @@ from graftune.kernels import launch
 from graftune.kernels.experts.reference import Starts, Terms
 
 # (rows, columns, depth, warps, stages) of a tile: of products, and of those with few columns (the adapters' first).
-WIDE, NARROW, EXACT = (128, 256, 64, 8, 3), (128, 64, 64, 4, 4), (32, 64, 32, 4, 2)
+WIDE, NARROW, EXACT = (128, 256, 64, 8, 4), (128, 64, 64, 4, 4), (32, 64, 32, 4, 2)
 COLUMNS = 2048  # of `combine`, per program
 
 
