@@ -4,13 +4,13 @@
     8b-4x2048    1.5b-nf4-qv-4x512    350m-full-4x512x4    1b-r64-4x2048    8b-nf4-4x2048-full    1b-q4_k-4x512
     8b-dpo-4x1024    8b-nf4-dpo-stored-4x1024    8b-dpo-drawn-8x1024
 
-Before the size stands what trains, and on what: qv (adapters on q and v only), full (every parameter), rN (rank N), lN
-(N layers), and the base: nf4, fp8, or the blocks of a GGUF (q4_k, q8_0, ...); without a word it is bf16. host: its
-frozen weights lie in host memory; shard: they are gathered, here from the one rank that there is. Behind the
-size stands the activation checkpointing: selective (gate and up), full (whole blocks) or offload (whole blocks, from
-inputs kept in host memory); without a word nothing is recomputed. Everything else is fixed: alpha twice the rank,
-dropout 0, AdamW, clip 1.0, and the first half of each row is prompt, which is masked. MICRO micro-batches of
-ROWSxLENGTH make one optimizer step.
+Before the size stands what trains, and on what: qv (adapters on q and v only), attention (on its four projections),
+full (every parameter), rN (rank N), lN (N layers), and the base: nf4, fp8, or the blocks of a GGUF (q4_k, q8_0, ...);
+mxfp4: the experts alone are blocks, as in gpt-oss; without a word it is bf16. host: its frozen weights lie in host
+memory; shard: they are gathered, here from the one rank that there is. Behind the size stands the activation
+checkpointing: selective (gate and up), full (whole blocks) or offload (whole blocks, from inputs kept in host memory);
+without a word nothing is recomputed. Everything else is fixed: alpha twice the rank, dropout 0, AdamW, clip 1.0, and
+the first half of each row is prompt, which is masked. MICRO micro-batches of ROWSxLENGTH make one optimizer step.
 
 dpo: ROWS are preference pairs, two answers to one prompt in documents of LENGTH tokens each, half of them prompt. The
 reference model runs in every step; stored: its log-probabilities were computed before. drawn: the lengths are drawn
@@ -41,7 +41,7 @@ HYPER = {"lr": 2e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 
 BATCHES = 4  # distinct batches, taken in turn
 POLICIES = ("none", "selective", "full", "offload")
 BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs")
-BASES = ("nf4", "fp8", *BLOCKS)
+BASES = ("nf4", "fp8", "mxfp4", *BLOCKS)
 LORA_PEERS = ("peft", "peft-fp32", "liger", "liger-bf16", "unsloth", "unsloth-eager")
 FULL_PEERS = ("hf", "hf-compiled")
 PAIR_PEERS = ("trl", "trl-none", "trl-liger-bf16", "unsloth")
@@ -67,6 +67,7 @@ class Shape:
     chosen: int = 0  # experts for each token
     delta: tuple[int, int] = (0, 0)  # key and value heads of 128, in three layers of four; zeros: attention in all
     whole: tuple[int, int] = (0, 0)  # key heads and their width in every sixth layer, others have a window; zeros: none
+    sinks: bool = False  # gpt-oss: sinks, biases, and a window of 128 in every other layer
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -83,7 +84,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        if self.delta[0] or self.whole[0]:
+        if self.delta[0] or self.whole[0] or self.sinks:
             return from_config(self.settings, self.name).parameters
         attention = (self.qkv + self.heads * self.head_width) * self.width
         block = attention + 3 * max(1, self.experts) * self.ffn * self.width
@@ -110,15 +111,19 @@ class Shape:
             "bos_token_id": 0,
             "eos_token_id": 1,
             "pad_token_id": 2,
-        } | (
-            self._mixture
-            if self.experts
-            else self._hybrid
-            if self.delta[0]
-            else self._windowed
-            if self.whole[0]
-            else {}
-        )
+        } | self._family
+
+    @property
+    def _family(self) -> dict[str, Any]:
+        """What differs from Llama's keys."""
+        if self.sinks:
+            return {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "sliding_window": 128} | {
+                "num_local_experts": self.experts,
+                "num_experts_per_tok": self.chosen,
+            }
+        if self.experts:
+            return self._mixture
+        return self._hybrid if self.delta[0] else self._windowed if self.whole[0] else {}
 
     @property
     def _mixture(self) -> dict[str, Any]:
@@ -177,11 +182,13 @@ SHAPES = {
         Shape("8b", 4096, 14336, 32, 32, 8, 128256, tied=False),
         Shape("9b", 4096, 12288, 32, 16, 4, 248320, tied=False, head=256, delta=(16, 32)),  # Qwen3.5-9B's
         Shape("12b", 3840, 15360, 48, 16, 8, 262144, tied=True, head=256, whole=(1, 512)),  # Gemma-4-12B's
+        Shape("20b", 2880, 2880, 24, 64, 8, 201088, tied=False, head=64, experts=32, chosen=4, sinks=True),  # gpt-oss
         Shape("30ba3b", 2048, 768, 48, 32, 4, 151936, tied=False, head=128, experts=128, chosen=8),
         Shape("70b", 8192, 28672, 80, 64, 8, 128256, tied=False),
         Shape("405b", 16384, 53248, 126, 128, 8, 128256, tied=False),
         Shape("tiny", 64, 96, 2, 4, 2, 300, tied=True),  # for the tests
         Shape("tinymoe", 64, 32, 2, 4, 2, 300, tied=False, head=16, experts=4, chosen=2),
+        Shape("tinysinks", 64, 64, 2, 4, 2, 300, tied=False, head=16, experts=4, chosen=2, sinks=True),
         Shape("tinydelta", 64, 96, 4, 4, 2, 300, tied=False, head=32, delta=(1, 2)),
         Shape("tinywhole", 64, 96, 6, 4, 2, 300, tied=True, head=16, whole=(1, 32)),
     )
@@ -263,7 +270,7 @@ class Case:
         values: dict[str, Any] = {
             "device": str(device),
             "compute_dtype": "bf16" if device.type == "cuda" else "auto",
-            "base_dtype": "keep" if self.base in BLOCKS else self.base,
+            "base_dtype": "keep" if self.base in (*BLOCKS, "mxfp4") else self.base,
             "method": self.method,
             "max_seq_len": self.length,
             "tokens_per_step": self.tokens,
@@ -297,6 +304,8 @@ def parse(name: str) -> Case:
             case = replace(case, shape=replace(case.shape, layers=int(found[1])))
         elif part == "qv":
             case = replace(case, targets=("q_proj", "v_proj"))
+        elif part == "attention":
+            case = replace(case, targets=SEVEN[:4])
         elif case.rows and part in POLICIES[1:]:
             case = replace(case, recompute=part)
         elif part == "full":

@@ -36,7 +36,7 @@ def work_of(case: Case) -> Work:
         full=case.method == "full",
         forwards=case.forwards,
         packed_bytes=packed_bytes(case),
-        packed_experts=packed_bytes(case),
+        packed_experts=17 / 32 if case.base == "mxfp4" else packed_bytes(case),
         fp8=case.base == "fp8",
     )
 

@@ -34,10 +34,13 @@ SCALES: dict[str, tuple[tuple[int, float], ...]] = {
     "IQ4_NL": ((0, 1.0),),
     "IQ4_XS": ((0, 1.0),),
 }
+EXPONENT = 127 - 7  # of a block of MXFP4, whose codes deviate by 2.7
 
 
 def base_of(case: Case, device: torch.device) -> Base:
     base = random_base(from_config(case.shape.settings, case.name), device)
+    if case.base == "mxfp4":
+        return with_mxfp4_experts(base)
     if case.base not in BLOCKS:
         return base
     blocks = {
@@ -45,6 +48,16 @@ def base_of(case: Case, device: torch.device) -> Base:
         for name, source in base.tensors.items()
     }
     return dataclasses.replace(base, kind="gguf", tensors=cast(Any, blocks))
+
+
+def with_mxfp4_experts(base: Base) -> Base:
+    """The weights of the experts as blocks, as gpt-oss stores them."""
+    blocks = {
+        name: RandomBlocks("MXFP4", source.shape, source.device)
+        for name, source in cast(Any, base.tensors).items()
+        if ".experts." in name and name.endswith("_proj.weight")
+    }
+    return dataclasses.replace(base, tensors=base.tensors | blocks)
 
 
 @dataclass(frozen=True)
@@ -76,7 +89,10 @@ def codes(kind: str, rows: int, width: int, device: torch.device) -> torch.Tenso
     """[rows, bytes of a row], random except for the scales."""
     size = KINDS[kind].bytes
     raw = torch.randint(256, (rows, row_bytes(kind, width) // size, size), dtype=torch.uint8, device=device)
-    _scale(raw, kind, STD / _deviation(kind))
+    if kind == "MXFP4":
+        raw[:, :, 0] = EXPONENT
+    else:
+        _scale(raw, kind, STD / _deviation(kind))
     return raw.view(rows, -1)
 
 
