@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
@@ -139,3 +140,14 @@ def test_the_distillation_runs(base: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     found = distil.main(str(base), str(base), "2", device="cpu", rank=2, quiet=True)
     assert abs(found[0]) < 1e-4, "before the first step the teacher is the student"
+
+
+def test_an_environment_of_verifiers_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the package is installed."""
+    pytest.importorskip("verifiers.v1")
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import verifiers_sums
+
+    found = asyncio.run(verifiers_sums.reward(["5", "7.", "It is 7", "4"], task=[0, 3, 3, 0]))
+    assert found == pytest.approx([0.1, 1.1, 0.0, 1.1])
+    assert len(verifiers_sums.tasks()) == 100
