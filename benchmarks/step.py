@@ -51,20 +51,22 @@ if TYPE_CHECKING:
     from graftune.data.encoded import Examples
     from graftune.dist.world import World
     from graftune.session import Parts, Session
+    from graftune.weights.base import Base
 
 DEFAULT = ("1b-1x512", "1b-4x2048", "8b-1x512", "8b-4x2048", "350m-full-4x512x4")
 Found = dict[str, dict[str, Any]]
 
 
-def opened(case: Case, device: torch.device, *, ranked: bool = False, **more: Any) -> Session:
-    """The case's random base with its adapters, placed as a run places it. `ranked`: as the one rank of a run."""
+def opened(case: Case, device: torch.device, *, ranked: bool = False, base: Base | None = None, **more: Any) -> Session:
+    """The case's random base, or the one that is given, with adapters, placed as a run places it. `ranked`: as the one
+    rank of a run."""
     from graftune.runtime import resolve, set_up
     from graftune.session import open_session
     from graftune.weights.placement import choose_placement
 
     set_up(device)
     torch.manual_seed(0)
-    config, base, placement = case.config(device, **more), base_of(case, device), None
+    config, base, placement = case.config(device, **more), base or base_of(case, device), None
     world = alone() if ranked or case.where == "shard" else None
     if world is not None:
         world.attach(device)
