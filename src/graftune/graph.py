@@ -29,10 +29,11 @@ _unfinished: list[torch.cuda.CUDAGraph] = []  # torch's allocator asks those who
 
 
 class Captured:
-    """`work`, replayed from its second call on. With `enabled` false it simply runs."""
+    """`work`, replayed from its second call on. With `enabled` false it simply runs. `collect`: whether garbage is
+    collected before the capture, which takes up to a tenth of a second and frees memory that the graph could use."""
 
-    def __init__(self, work: Callable[[], object], *, enabled: bool = True, pool: Any = None):
-        self.work, self.enabled, self.pool = work, enabled, pool
+    def __init__(self, work: Callable[[], object], *, enabled: bool = True, pool: Any = None, collect: bool = True):
+        self.work, self.enabled, self.pool, self.collect = work, enabled, pool, collect
         self.graph: torch.cuda.CUDAGraph | None = None
         self.timed: dict[spans.StampTurn, tuple[torch.cuda.CUDAGraph, spans.Timeline]] = {}
 
@@ -57,7 +58,7 @@ class Captured:
                 self.work()
             main.wait_stream(ahead)
             graph = torch.cuda.CUDAGraph()
-            capture(self.work, graph, ahead, self.pool)
+            capture(self.work, graph, ahead, self.pool, self.collect)
         self.graph = graph  # only now: a capture that failed is none
 
     def _replay_timed(self, timeline: spans.Timeline) -> None:
@@ -78,10 +79,17 @@ class Captured:
         timeline.inner.append(inner)
 
 
-def capture(work: Callable[[], object], graph: torch.cuda.CUDAGraph, on: torch.cuda.Stream, pool: Any = None) -> None:
+def capture(
+    work: Callable[[], object],
+    graph: torch.cuda.CUDAGraph,
+    on: torch.cuda.Stream,
+    pool: Any = None,
+    collect: bool = True,
+) -> None:
     """`work` into the graph, on a stream; nothing runs. What breaks a capture is what is raised."""
     torch.cuda.synchronize()
-    gc.collect()
+    if collect:
+        gc.collect()
     torch.cuda.empty_cache()  # what an eager call took would lie beside the graph's own memory for good
     collects = gc.isenabled()
     gc.disable()  # what a collection lets go of may call the driver, which would be the end of the capture

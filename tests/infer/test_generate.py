@@ -15,6 +15,7 @@ import torch
 import graftune
 from graftune.errors import GraftuneError
 from graftune.infer import cache as caches
+from graftune.infer import generate as generate_module
 from graftune.infer.cache import Cache, CacheShape, CacheSize, Decode, Request
 from graftune.infer.decode_batch import DecodeBatch, Piece, passes
 from graftune.infer.generate import Token, requests_of, sampler_for
@@ -194,6 +195,7 @@ def drawn(
 def test_a_sample_is_the_same_alone_and_in_any_batch(ours: oracle.Ours, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a group whose prompt is read once, in a place that others had before, after others ended, and as on CUDA."""
     monkeypatch.setattr(caches, "CHUNK", 16)
+    monkeypatch.setattr(generate_module, "SHORT", 1)  # so that rounds shrink, and sequences move
     long = [3 + i * i % 200 for i in range(45)]
     prompts = [PROMPTS[1], *[long] * 3, PROMPTS[0], *[PROMPTS[2]] * 4, *[long[:33]] * 2, PROMPTS[3]]
     numbers = list(range(len(prompts)))
@@ -232,6 +234,25 @@ def test_a_prompt_of_a_group_is_read_once(llama: oracle.Ours, monkeypatch: pytes
     monkeypatch.setattr(DecodeBatch, "read", read)
     drawn(llama, [*[[5] * 38] * 6, *[[6] * 20] * 2, [7]], list(range(9)))
     assert passes_read == [[(0, 16), (0, 16)], [(16, 16)], [(32, 5), (16, 3)]]
+
+
+def test_a_short_call_captures_one_size(llama: oracle.Ours, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However its samples end. A long one shrinks to the few that are left, and both draw the same tokens."""
+    prompts, found = [[5 + i, 9] for i in range(7)], list[Any]()
+    for short in (128, 1):
+        monkeypatch.setattr(generate_module, "SHORT", short)
+        requests = requests_of(llama.decoder, prompts, 20)
+        sampler = sampler_for(llama.decoder, requests, 1 << 40, "cpu")
+        sampler.batch.ahead, ended = True, set[int]()
+        tokens: dict[int, list[int]] = {}
+        for fresh in sampler.rounds(prompts, Sampling(20), [], ended=ended):
+            for index, some in fresh.items():
+                tokens.setdefault(index, []).extend(token.id for token in some)
+            ended.update(range(1, 7))  # after the first block one is left
+        sizes = {size for size, _, _ in sampler.graphs}
+        assert sizes == ({7} if short == 128 else {7, 1})
+        found.append(tokens[0])
+    assert found[0] == found[1] and len(found[0]) == 20
 
 
 def test_calls_keep_the_sampler_and_two_at_a_time_do_not_mix(tiny_folder: Any) -> None:

@@ -32,6 +32,8 @@ from graftune.kernels import draw
 from graftune.kernels.paged_attention import PAGE
 from graftune.model.decoder import Decoder
 
+SHORT = 128  # new tokens of a call whose rounds all have the same size
+
 
 class Token(NamedTuple):
     id: int
@@ -76,6 +78,7 @@ class Sampler:
         self.waiting: deque[Prompt] = deque()
         self.running: dict[int, Running] = {}  # by place
         self.busy = False
+        self.least = 0  # sequences that a round computes at least, whether they have ended or not
 
     def rounds(
         self,
@@ -98,6 +101,8 @@ class Sampler:
         self.busy, numbers = True, numbers or range(len(prompts))
         try:
             self.batch.begin(sampling, stops, adapted)
+            # It follows from the call alone: the arithmetic of a round may depend on its size in the last bits.
+            self.least = min(len(prompts), self.shape.places) if sampling.max_new_tokens <= SHORT else 0
             self.waiting.extend(prompts_of(prompts, requests_of(self.decoder, prompts, sampling.max_new_tokens)))
             yield from self._continue(set(stops), numbers, ended)
         finally:
@@ -147,7 +152,7 @@ class Sampler:
             facts = [(one.prompt.tokens[-1], one.prompt.request, numbers[one.index]) for one in started]
             begun = [(token, request.cached, request.final, number) for token, request, number in facts]
             self.batch.start([one.place for one in started], begun)
-        size = self.batch.size_for(len(self.running)) if self.running else 0
+        size = self._size() if self.running else 0
         inside = [place for place in range(size) if place not in self.running]
         moves = list(zip([place for place in sorted(self.running) if place >= size], inside, strict=False))
         if moves:
@@ -222,14 +227,20 @@ class Sampler:
         for one in self.running.values():
             one.queued += count
         bound = max(one.prompt.request.final - one.left + one.queued for one in self.running.values()) - 1
-        return self.queue_rounds(count, self.batch.size_for(len(self.running)), bound)
+        return self.queue_rounds(count, self._size(), bound)
+
+    def _size(self) -> int:
+        """Places of a round. On CUDA a short call has one size, because capturing a graph for each size that it shrinks
+        to would take longer than the smaller rounds save."""
+        return self.batch.size_for(max(len(self.running), self.least if self.batch.ahead else 0))
 
     def queue_rounds(self, count: int, size: int, bound: int) -> DrawnRounds:
         """Over the first `size` places; no sequence has more keys than `bound` in the last of the rounds."""
         key = size, self.batch.mode, self.batch.adapted
         if key not in self.graphs:
             work = functools.partial(self.batch.round, *key)
-            self.graphs[key] = Captured(work, enabled=self.batch.device.type == "cuda", pool=self.pool)
+            on_cuda = self.batch.device.type == "cuda"
+            self.graphs[key] = Captured(work, enabled=on_cuda, pool=self.pool, collect=False)  # it needs little memory
         self.batch.bound = bound
         return self.batch.rounds(self.graphs[key], count, size)
 
