@@ -46,7 +46,7 @@ LORA_PEERS = ("peft", "peft-fp32", "liger", "liger-bf16", "unsloth", "unsloth-ea
 FULL_PEERS = ("hf", "hf-compiled")
 PAIR_PEERS = ("trl", "trl-none", "trl-liger-bf16", "unsloth")
 PEERS = tuple(dict.fromkeys((*LORA_PEERS, *FULL_PEERS, *PAIR_PEERS)))
-LARGE = 30e9  # parameters from which no peer is run: a folder of such weights fits nowhere
+LARGE = 40e9  # parameters from which no peer is run: a folder of such weights fits nowhere
 SWEEPS = ("tokens", "rank", "layers", "documents")
 SEED = 20261115
 MEDIAN, DEVIATION, SHORTEST = 350, 0.7, 32  # tokens of drawn documents; the deviation is that of their logarithm
@@ -332,14 +332,17 @@ def parse(name: str) -> Case:
 def participants(case: Case, asked: Sequence[str] = ()) -> list[str]:
     """Those asked for, as far as the case is theirs; by default the floor and ours. The floor comes first."""
     peers = PAIR_PEERS if case.pairs else FULL_PEERS if case.method == "full" else LORA_PEERS
+    mixture = case.shape.experts > 0
     ours_alone = (
-        case.shape.experts > 0
+        (mixture and (case.base != "bf16" or case.pairs or case.method == "full"))
         or case.base not in ("bf16", "nf4")
         or case.where != "device"
         or case.recompute == "selective"
     )
     if ours_alone or case.shape.parameters > LARGE:
         peers = ()  # they have nothing like it
+    elif mixture:
+        peers = ("peft",)
     floor = ["floor"] if case.recompute == "none" else []  # what recomputing adds is not in the floor
     own = ["ours", "eager", "ranked", *([] if case.pairs else ["api"]), "profile"]
     able = [*floor, *own, *peers]

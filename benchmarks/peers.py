@@ -43,6 +43,7 @@ from graftune.weights import names
 from graftune.weights.base import tensor_shapes
 
 SHARD = 4 << 30  # bytes of weights in one file
+EXPERTS = ("gate_proj", "up_proj", "down_proj")  # of a mixture: two parameters for all experts, no modules
 
 
 def build(name: str, case: Case, device: torch.device) -> Runner:
@@ -111,10 +112,13 @@ def peft_runner(
 def lora_config(case: Case) -> Any:
     import peft
 
+    experts = [name for name in EXPERTS if case.shape.experts and name in case.targets]
+    joined = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]} if experts else {}
     return peft.LoraConfig(
         r=case.rank,
         lora_alpha=int(case.alpha),
-        target_modules=list(case.targets),
+        target_modules=[name for name in case.targets if name not in experts],
+        **joined,
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
@@ -208,8 +212,11 @@ def random_llama(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
     import transformers
 
     config = transformers.AutoConfig.for_model(shape.settings["model_type"], **_settings(shape))
+    grouped = {"experts_implementation": "grouped_mm"} if shape.experts else {}
+    attention = "eager" if shape.sinks else "sdpa"  # transformers has no other one with sinks here
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention, **grouped)
+    model = model.to(dtype)
     model = model.to_empty(device=device)
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     model.tie_weights()
@@ -217,6 +224,9 @@ def random_llama(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             _fill(parameter)
+        for name, buffer in model.named_buffers():  # Gemma 4's, which have no storage either
+            if name.endswith(("layer_scalar", "embed_scale")):
+                buffer.fill_(1.0 if name.endswith("layer_scalar") else shape.width**0.5)
     return model
 
 
