@@ -63,10 +63,6 @@ class GateSpec(FeedForwardSpec):
     def groups(self) -> dict[str, tuple[str, ...]]:
         return {"gate": ("gate",), "out": ("out",)}
 
-    @property
-    def residual_outputs(self) -> tuple[str, ...]:
-        return ("out",)
-
     def build(self, place: PartPlacer) -> Gate:
         return Gate(place.layer, place.projection("gate"), place.projection("out"))
 
@@ -76,14 +72,6 @@ class Gate(FeedForward[GateSaved]):
     layer: int
     gate: Projection
     out: Projection
-
-    @property
-    def projections(self) -> tuple[Projection, ...]:
-        return self.gate, self.out
-
-    @property
-    def last(self) -> Projection:
-        return self.out
 
     def forward(self, entry: PartInput, ctx: PassContext) -> tuple[torch.Tensor, GateSaved]:
         gate, h_gate = entry.product(self.gate)

@@ -153,7 +153,7 @@ def start_from_scratch(arena: Arena, spec: ModelSpec, seed: int) -> None:
         elif len(slot.shape) == 1:
             value.fill_(0.0 if slot.name.endswith("bias") else 1.0)
         else:
-            residual_output = part is not None and name.removesuffix(".weight") in part.residual_outputs
+            residual_output = part is not None and name.removesuffix(".weight") == part.output
             std = 0.02 / math.sqrt(2 * len(spec.layers)) if residual_output else 0.02
             value.copy_(torch.empty(slot.shape).normal_(0.0, std, generator=generator))
     arena.publish()

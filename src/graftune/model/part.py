@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -76,7 +77,7 @@ class PartSpec:
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of everything that adapters may be attached to."""
+        """(out, in) of everything that adapters may be attached to, the output's last."""
         raise NotImplementedError
 
     @property
@@ -86,7 +87,6 @@ class PartSpec:
 
     @property
     def biased(self) -> tuple[str, ...]:
-        """The projections that have a bias."""
         return ()
 
     @property
@@ -121,7 +121,6 @@ class PartSpec:
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
-        """The ropes whose tables the part reads."""
         return ()
 
     @property
@@ -158,9 +157,9 @@ class PartSpec:
         return 0.0
 
     @property
-    def residual_outputs(self) -> tuple[str, ...]:
-        """The projections whose product goes into the residual stream."""
-        raise NotImplementedError
+    def output(self) -> str:
+        """The projection whose product goes into the residual stream: the last one."""
+        return list(self.projections)[-1]
 
     def build(self, make: PartPlacer) -> Part[Any]:
         raise NotImplementedError
@@ -333,16 +332,17 @@ class PartInput:
 
 
 class Part(Generic[Saved]):
-    """A mixer or a feed-forward. `Saved` is a NamedTuple of tensors: what its backward needs beside its input."""
+    """A mixer or a feed-forward: a dataclass whose fields include its projections, the output's last. `Saved` is a
+    NamedTuple of tensors: what its backward needs beside its input."""
 
-    @property
+    @cached_property
     def projections(self) -> tuple[Projection, ...]:
-        return ()
+        return tuple(value for value in vars(self).values() if isinstance(value, Projection))
 
     @property
     def last(self) -> Projection | None:
         """The projection whose product the part returns; None where the output is no single product."""
-        return None
+        return self.projections[-1] if self.projections else None
 
     def forward(self, entry: PartInput, ctx: PassContext) -> tuple[torch.Tensor, Saved]:
         """The part's output [T, D], which the caller may overwrite, and what to save."""
@@ -370,7 +370,6 @@ class Part(Generic[Saved]):
         return saved
 
     def recompute_dropped(self, saved: Saved, read: SavedInput, ctx: PassContext) -> Saved:
-        """Undo `drop_recomputable`."""
         return saved
 
 

@@ -119,4 +119,4 @@ class _CheckingTape:
 
 
 def _name(part: PartSpec) -> str:
-    return part.module or part.residual_outputs[-1]
+    return part.module or part.output

@@ -79,10 +79,6 @@ class ExpertsSpec(FeedForwardSpec):
         return {self.own_norm: self.width} if self.own_norm else {}
 
     @property
-    def residual_outputs(self) -> tuple[str, ...]:
-        return ("down_proj",)
-
-    @property
     def weights(self) -> dict[str, tuple[int, ...]]:
         found = {self.named(name): shape for name, shape in self.tensors.items()}
         for parameter, members in PARAMETERS.items():
@@ -192,7 +188,6 @@ class Experts(FeedForward[ExpertsSaved]):
         return normed, self.router.forward(read.float() * rstd.unsqueeze(1)), rstd
 
     def _normed(self, read: SavedInput, rstd: torch.Tensor | None, ctx: PassContext) -> torch.Tensor:
-        """What the experts read, again."""
         if self.norm is None or rstd is None:
             return read.tensor()
         return rms_norm.apply(read.x, rstd, self.norm.experts.of(ctx.adapted))

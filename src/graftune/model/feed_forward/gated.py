@@ -43,10 +43,6 @@ class GatedSpec(FeedForwardSpec):
         return {"gate_up": self.names[:-1], "down": self.names[-1:]}
 
     @property
-    def residual_outputs(self) -> tuple[str, ...]:
-        return self.names[-1:]
-
-    @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         return {OUT_GATE: (1, self.width)} if self.out_gate else {}
 
@@ -68,14 +64,6 @@ class GatedMlp(FeedForward[GatedSaved]):
     down: Projection
     activation: str
     out_gate: torch.Tensor | None = None  # [D] fp32
-
-    @property
-    def projections(self) -> tuple[Projection, ...]:
-        return self.gate_up, self.down
-
-    @property
-    def last(self) -> Projection:
-        return self.down
 
     def forward(self, entry: PartInput, ctx: PassContext) -> tuple[torch.Tensor, GatedSaved]:
         gate_up, h_gate_up = entry.product(self.gate_up, wide=True)

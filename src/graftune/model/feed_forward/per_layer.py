@@ -36,10 +36,6 @@ class PerLayerSpec(PartSpec):
     def groups(self) -> dict[str, tuple[str, ...]]:
         return {"gate": (GATE,), "out": (OUT,)}
 
-    @property
-    def residual_outputs(self) -> tuple[str, ...]:
-        return (OUT,)
-
     def build(self, place: PartPlacer) -> PerLayer:
         return PerLayer(place.layer, place.projection("gate"), place.projection("out"), self.activation)
 
@@ -56,14 +52,6 @@ class PerLayer(Part[PerLayerSaved]):
     gate: Projection
     out: Projection
     activation: str
-
-    @property
-    def projections(self) -> tuple[Projection, ...]:
-        return self.gate, self.out
-
-    @property
-    def last(self) -> Projection:
-        return self.out
 
     def forward(self, entry: PartInput, ctx: PassContext) -> tuple[torch.Tensor, PerLayerSaved]:
         gate, h_gate = entry.product(self.gate)

@@ -123,10 +123,6 @@ class AttentionSpec(MixerSpec):
         return FileOrder(0, torch.cat((turned, order[:, self.rope.width :]), 1).reshape(-1))
 
     @property
-    def residual_outputs(self) -> tuple[str, ...]:
-        return (self.out,)
-
-    @property
     def ropes(self) -> tuple[RopeSpec, ...]:
         return (self.rope,)
 
@@ -255,14 +251,6 @@ class Attention(Mixer[AttentionSaved]):
     @property
     def head_kind(self) -> attention.HeadKind:
         return attention.HeadKind(self.heads[2], self.score_cap > 0, self.sinks.value is not None)
-
-    @property
-    def projections(self) -> tuple[Projection, ...]:
-        return self.qkv, self.o
-
-    @property
-    def last(self) -> Projection:
-        return self.o
 
     @property
     def gate_in_q(self) -> bool:

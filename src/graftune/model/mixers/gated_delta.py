@@ -49,12 +49,10 @@ class DeltaHeads(NamedTuple):
 
     @property
     def keys(self) -> int:
-        """Columns of all key heads."""
         return self.key_heads * self.key_width
 
     @property
     def values(self) -> int:
-        """Columns of all value heads."""
         return self.value_heads * self.value_width
 
     @property
@@ -100,10 +98,6 @@ class GatedDeltaSpec(MixerSpec):
     def tensors(self) -> dict[str, tuple[int, ...]]:
         per_head = (self.heads.value_heads,)
         return {TAPS: (self.heads.convolved, 1, self.taps), DECAY: per_head, DT_BIAS: per_head}
-
-    @property
-    def residual_outputs(self) -> tuple[str, ...]:
-        return ("out_proj",)
 
     @property
     def state_values(self) -> int:
@@ -215,14 +209,6 @@ class GatedDelta(Mixer[GatedDeltaSaved]):
     grad_dt_bias: torch.Tensor | None
     norm: NormWeight
     norm_eps: float
-
-    @property
-    def projections(self) -> tuple[Projection, ...]:
-        return self.into, self.out
-
-    @property
-    def last(self) -> Projection:
-        return self.out
 
     @property
     def scale(self) -> float:

@@ -42,10 +42,6 @@ class ShortConvSpec(MixerSpec):
     def tensors(self) -> dict[str, tuple[int, ...]]:
         return {TAPS: (self.width, 1, self.taps)}
 
-    @property
-    def residual_outputs(self) -> tuple[str, ...]:
-        return ("out_proj",)
-
     def build(self, place: PartPlacer) -> ShortConv:
         taps, grad = place.tensor(TAPS)
         return ShortConv(
@@ -76,14 +72,6 @@ class ShortConv(Mixer[ShortConvSaved]):
     out: Projection
     taps: torch.Tensor  # [D, K] fp32, the last one for the token itself
     grad_taps: torch.Tensor | None  # where every weight trains
-
-    @property
-    def projections(self) -> tuple[Projection, ...]:
-        return self.into, self.out
-
-    @property
-    def last(self) -> Projection:
-        return self.out
 
     def forward(self, entry: PartInput, ctx: PassContext) -> tuple[torch.Tensor, ShortConvSaved]:
         bcx, h_in = entry.product(self.into)
