@@ -137,7 +137,6 @@ def _place(tensors: Mapping[str, RowSource], name: str, shape: tuple[int, ...], 
 
 
 def adapter_products(adapter: Adapter, weight: float = 1.0) -> dict[str, LowRankChange]:
-    """The adapter's changes by the name of the weight."""
     found: dict[str, LowRankChange] = {}
     for name, down in adapter.tensors.items():
         if not name.endswith("lora_A.weight"):
@@ -280,7 +279,7 @@ class Survival:
             start, stop, source = start + source.first, stop + source.first, source.source
         if isinstance(source, Reordered):
             ordered, source = source, source.source
-        if isinstance(source, experts.Stack) and any(isinstance(expert, Changed) for expert in source.experts):
+        if isinstance(source, experts.Stack) and any(isinstance(expert, Changed) for expert in source.parts):
             for expert, values in source.divided(start, stored(stop - start)):
                 self._measure(expert, 0, expert.shape[0], partial(_first, values), dtype)
         if not isinstance(source, Changed):

@@ -30,7 +30,7 @@ from graftune.model.feed_forward.experts import PARAMETERS, ExpertsSpec
 from graftune.model.frozen import BlockSource, RowSource
 from graftune.model.frozen.formats import mxfp4
 from graftune.model.spec import ModelSpec
-from graftune.weights.rows import Over, RowsByReading
+from graftune.weights.rows import OfSeveral, Over, RowsByReading
 
 if TYPE_CHECKING:
     from graftune.weights.gguf_io import GgufTensor
@@ -100,88 +100,63 @@ class BiasColumns(Over):
 
 
 @dataclass(frozen=True)
-class Stack(RowsByReading):
-    """One projection of all experts as a tensor [E, out, in]; a row of it is an expert."""
+class Stack(OfSeveral):
+    """Projections of all experts as a tensor [E, out, in]; a row of it is an expert. `parts` has the `members` of one
+    expert side by side, whose rows follow each other."""
 
-    experts: tuple[RowSource, ...]
+    members: int = 1
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return (len(self.experts), *self.experts[0].shape)
-
-    @property
-    def dtype_name(self) -> str:
-        return self.experts[0].dtype_name
-
-    @property
-    def nbytes(self) -> int:
-        return sum(expert.nbytes for expert in self.experts)
+        out, width = self.parts[0].shape
+        return (len(self.parts) // self.members, self.members * out, width)
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        return torch.stack([expert.values() for expert in self.experts[start:stop]])
+        return self._values(start, stop).flatten(1, 2)
+
+    def _values(self, start: int, stop: int) -> torch.Tensor:
+        """[experts, members, out, in]"""
+        sources = self.parts[start * self.members : stop * self.members]
+        return torch.stack([source.values() for source in sources]).unflatten(0, (-1, self.members))
 
     @property
     def raw(self) -> Callable[[int, int], torch.Tensor]:
         """The blocks of all experts, one after the other; raises AttributeError where one has none."""
-        for expert in self.experts:
-            cast(BlockSource, expert).raw  # noqa: B018
+        for part in self.parts:
+            cast(BlockSource, part).raw  # noqa: B018
         return self._blocks
 
     def _blocks(self, start: int, stop: int) -> torch.Tensor:
-        return torch.cat([cast(BlockSource, each).raw(0, each.shape[0]) for each in self.experts[start:stop]])
+        sources = self.parts[start * self.members : stop * self.members]
+        return torch.cat([cast(BlockSource, each).raw(0, each.shape[0]) for each in sources])
 
     def divided(self, start: int, stored: torch.Tensor) -> Iterator[tuple[RowSource, torch.Tensor]]:
         """Each source with its values, out of rows from `start` on as they were stored."""
-        yield from zip(self.experts[start : start + len(stored)], stored, strict=True)
+        rows = (part for values in stored for part in values.chunk(self.members))
+        yield from zip(self.parts[start * self.members : (start + len(stored)) * self.members], rows, strict=True)
 
 
 @dataclass(frozen=True)
 class InterleavedStack(Stack):
-    """The same as [E, in, out]; of several projections, their columns in turns. `experts` has those of one expert side
-    by side."""
-
-    members: int
+    """The same as [E, in, out], with the columns of the members in turns."""
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        out, width = self.experts[0].shape
-        return (len(self.experts) // self.members, width, self.members * out)
+        experts, out, width = super().shape
+        return (experts, width, out)
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        sources = self.experts[start * self.members : stop * self.members]
-        rows = torch.stack([source.values() for source in sources]).unflatten(0, (-1, self.members))
-        return rows.transpose(1, 2).flatten(1, 2).transpose(1, 2).contiguous()
+        return self._values(start, stop).transpose(1, 2).flatten(1, 2).transpose(1, 2).contiguous()
 
     def _blocks(self, start: int, stop: int) -> torch.Tensor:
         """Of [E, out, in], with rows in turns."""
-        blocks = super()._blocks(start * self.members, stop * self.members)
-        by_member = blocks.unflatten(0, (stop - start, self.members, -1))
+        by_member = super()._blocks(start, stop).unflatten(0, (stop - start, self.members, -1))
         return by_member.transpose(1, 2).flatten(0, 2)
 
     def divided(self, start: int, stored: torch.Tensor) -> Iterator[tuple[RowSource, torch.Tensor]]:
         for expert, values in enumerate(stored, start):
             for member in range(self.members):
-                yield self.experts[expert * self.members + member], values.t()[member :: self.members]
-
-
-@dataclass(frozen=True)
-class RowStack(Stack):
-    """The same of several projections, whose rows follow each other. `experts` has those of one expert side by side."""
-
-    members: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        out, width = self.experts[0].shape
-        return (len(self.experts) // self.members, self.members * out, width)
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        sources = self.experts[start * self.members : stop * self.members]
-        return torch.stack([source.values() for source in sources]).unflatten(0, (-1, self.members)).flatten(1, 2)
-
-    def divided(self, start: int, stored: torch.Tensor) -> Iterator[tuple[RowSource, torch.Tensor]]:
-        rows = (part for values in stored for part in values.chunk(self.members))
-        yield from zip(self.experts[start * self.members : (start + len(stored)) * self.members], rows, strict=True)
+                yield self.parts[expert * self.members + member], values.t()[member :: self.members]
 
 
 @dataclass(frozen=True)
@@ -210,29 +185,18 @@ class Mxfp4Bytes(RowsByReading):
 
 
 @dataclass(frozen=True)
-class InterleavedBias(RowsByReading):
+class InterleavedBias(OfSeveral):
     """The biases [E, out] of several projections, their columns in turns."""
-
-    members: tuple[RowSource, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return (self.members[0].shape[0], len(self.members) * self.members[0].shape[1])
-
-    @property
-    def dtype_name(self) -> str:
-        return self.members[0].dtype_name
-
-    @property
-    def nbytes(self) -> int:
-        return sum(member.nbytes for member in self.members)
+        return (self.parts[0].shape[0], len(self.parts) * self.parts[0].shape[1])
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        return torch.stack([member.read(start, stop) for member in self.members], 2).flatten(1)
+        return torch.stack([part.read(start, stop) for part in self.parts], 2).flatten(1)
 
 
 def mixtures(spec: ModelSpec) -> dict[int, ExpertsSpec]:
-    """The mixture of each layer that has one."""
     found = ((index, part) for index, layer in enumerate(spec.layers) for part in layer.parts)
     return {index: part for index, part in found if isinstance(part, ExpertsSpec)}
 
@@ -278,7 +242,7 @@ def to_folder(tensors: Mapping[str, RowSource], spec: ModelSpec, in_mxfp4: bool 
     `in_mxfp4`: they are copied as such (`is_mxfp4`)."""
     found = dict(tensors)
     for layer, part in mixtures(spec).items():
-        stem, kind = f"layers.{layer}.{part.named('experts')}", InterleavedStack if part.interleaved else RowStack
+        stem, kind = f"layers.{layer}.{part.named('experts')}", InterleavedStack if part.interleaved else Stack
         for parameter, members in PARAMETERS.items() if part.interleaved or part.stacked else ():
             names = [f"layers.{layer}.{n}" for e in range(part.experts) for n in part.names_of(e, parameter)]
             stack = kind(tuple(found.pop(name) for name in names), len(members))

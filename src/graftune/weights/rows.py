@@ -94,14 +94,10 @@ class RowRange(Over):
 
 
 @dataclass(frozen=True)
-class Joined(RowsByReading):
-    """The rows of several sources, one after the other."""
+class OfSeveral(RowsByReading):
+    """A row source made of several others of one type."""
 
     parts: tuple[RowSource, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
 
     @property
     def dtype_name(self) -> str:
@@ -110,6 +106,15 @@ class Joined(RowsByReading):
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Joined(OfSeveral):
+    """The rows of several sources, one after the other."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         found, first = [], 0
