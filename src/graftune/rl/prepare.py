@@ -22,10 +22,10 @@ from graftune.losses import LOSSES, choose
 from graftune.losses.policy import PolicyLoss
 from graftune.observe.console import Console
 from graftune.observe.memory import forget_earlier_runs, free_bytes, resident_bytes
-from graftune.plan import CardModel, Job, Plan, card_here
+from graftune.plan import CardModel, Job, card_here
 from graftune.rl.rewards import Rewards
 from graftune.runtime import set_up
-from graftune.session import Parts, Session, open_session, text, with_template
+from graftune.session import Session, open_session, text, with_template
 from graftune.settings import auto
 from graftune.settings.config import Config
 from graftune.settings.sources import DataValue, label
@@ -33,29 +33,26 @@ from graftune.tokenizer import Tokenizer
 from graftune.tokenizer.template import today
 from graftune.training.prepare import opened, opened_to_plan, plan_session, training_job
 from graftune.training.ranks import SingleProcess
+from graftune.training.run import PreparedRun
 from graftune.weights.base import with_new_tokens
 
 USUAL_HELD_OUT = 64  # prompts of an evaluation, unless eval_examples says otherwise
 
 
 @dataclass(frozen=True)
-class PreparedRl:
-    """A run that is ready for its first step."""
-
-    folder: Path
-    session: Session
+class PromptSplit:
     training: list[PromptRow]
     held_out: list[PromptRow]
-    data_sha256: str
+    data_sha256: str  # of the files
     prompts_sha256: str  # of the prompts as tokens
-    rewards: Rewards
-    before: Config | None  # the settings so far of a run that is resumed
-    ranks: SingleProcess
-    plan: Plan | None = None
+    lengths: list[int]  # tokens of each prompt
 
-    @property
-    def parts(self) -> Parts:
-        return self.session.parts
+
+@dataclass(frozen=True)
+class PreparedRl(PreparedRun):
+    session: Session
+    data: PromptSplit
+    rewards: Rewards
 
 
 def with_policy_loss(config: Config) -> Config:
@@ -114,9 +111,7 @@ def prepare_rl(
         layout = session.loss.layout(())
         plan = plan_session(parts, None, layout, card=card, free=free, process=process, sampled=sampled)
     session.feed.resolve_auto(None, session.loss.layout(()))  # where memory is not planned
-    return PreparedRl(
-        folder, session, data.training, data.held_out, data.data_sha256, data.sha256, rewards, before, ranks, plan
-    )
+    return PreparedRl(folder, parts, plan, before, ranks, session, data, rewards)
 
 
 def round_of(config: Config, prompts: Sequence[int], positions: int) -> tuple[Request, ...]:
@@ -142,21 +137,12 @@ def job_of(config: Config, console: Console, memory: int = 0, model: CardModel |
     return training_job(config, base, runtime, card, memory, longest, None, evaluates=False, sampled=sampled)
 
 
-def _needed(config: Config, data: _Read) -> int:
+def _needed(config: Config, data: PromptSplit) -> int:
     """Tokens of the longest prompt with its answer: memory is planned for no longer ones."""
     return max(max(data.lengths) + config.rl.answer_tokens, 8)
 
 
-@dataclass(frozen=True)
-class _Read:
-    training: list[PromptRow]
-    held_out: list[PromptRow]
-    data_sha256: str
-    sha256: str
-    lengths: list[int]  # tokens of each prompt
-
-
-def _read(config: Config, tokenizer: Tokenizer, value: DataValue, console: Console) -> _Read:
+def _read(config: Config, tokenizer: Tokenizer, value: DataValue, console: Console) -> PromptSplit:
     console.note(f"reading {label(value)}")
     encoded = _fitting(read_prompts(value, config.data), config, tokenizer, console, value)
     if config.data.eval_data:
@@ -175,7 +161,7 @@ def _read(config: Config, tokenizer: Tokenizer, value: DataValue, console: Conso
         + (f", {len(order)} of them evaluated" if len(order) < len(held.prompts) else "")
     )
     lengths = [len(tokens) for tokens in (*training.tokens, *chosen.tokens)]
-    return _Read(training.prompts, chosen.prompts, data, digest, lengths)
+    return PromptSplit(training.prompts, chosen.prompts, data, digest, lengths)
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,6 @@ class Rewarded:
 
 
 class Rewards:
-    """The reward functions of a run."""
-
     def __init__(self, settings: RlConfig):
         names = [FunctionName.of(text) for text in settings.reward]
         if not names:
@@ -57,7 +55,7 @@ class Rewards:
             if name in self.functions:
                 raise GraftuneError(f"the reward {name} is given twice", fix="give it once, with a weight")
             self.weights[name] = one.weight
-            self.functions[name] = UserFunction(one.path, one.name, settings.reward_seconds, "reward")
+            self.functions[name] = UserFunction(one, settings.reward_seconds, "reward")
 
     def check(self) -> None:
         """Refuse functions that cannot be imported. Their processes stay."""

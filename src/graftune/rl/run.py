@@ -40,28 +40,26 @@ PHASES = {"sample_s": "sampling", "reward_s": "rewards", "train_s": "training"}
 
 
 class PolicyRun(Run):
-    """One run of reinforcement learning in its folder."""
-
     def __init__(self, prepared: PreparedRl, console: Console, callbacks: Sequence[Callback] = ()):
-        self.prepared, self.session, self.evaluates = prepared, prepared.session, bool(prepared.held_out)
+        self.prepared, self.session, self.evaluates = prepared, prepared.session, bool(prepared.data.held_out)
         parts, config = prepared.parts, prepared.parts.config
         settings = config.rl
         self.plan = RoundPlan(
-            len(prepared.training), settings.prompts_per_round, settings.updates_per_round, config.train.seed
+            len(prepared.data.training), settings.prompts_per_round, settings.updates_per_round, config.train.seed
         )
         length = run_length(self.plan, config.train)
         before = run_length(self.plan, prepared.before.train) if prepared.before else length
-        same = identity(config, parts.base, prepared.data_sha256, prepared.prompts_sha256)
+        same = identity(config, parts.base, prepared.data.data_sha256, prepared.data.prompts_sha256)
         super().__init__(prepared, console, same, RunLength(length, before))
         self.guard = Guard(None, self.checkpoints, config.run.max_skipped, config.run.stop_on_warning)
         self.times = PhaseTimes()
-        evaluation = [HeldOut(self.session, prepared.held_out, prepared.rewards)] if prepared.held_out else []
+        evaluation = [HeldOut(self.session, prepared.data.held_out, prepared.rewards)] if prepared.data.held_out else []
         figures = (*FIGURES, *parts.loss.figures)
         self.hooks = self.state.hooks = [*evaluation, self.times, *self._last_hooks(callbacks, figures)]
         self.reported: set[str] = set()  # errors of reward functions
 
     def start(self) -> None:
-        write_start(self.state, len(self.prepared.training), self.prepared.plan, self.checkpoints.identity)
+        write_start(self.state, len(self.prepared.data.training), self.prepared.plan, self.checkpoints.identity)
 
     def _epoch(self) -> None:
         state, p, updates = self.state, self.state.progress, self.plan.updates
@@ -83,7 +81,7 @@ class PolicyRun(Run):
             if done:  # a damaged checkpoint was passed over, or the file was deleted
                 text = f"{rounds.FILE} does not hold the answers of step {p.step + 1}: they are sampled anew"
                 state.report.warn(text, p.step)
-            chosen = [prepared.training[place] for place in self.plan.chosen(p.epoch, number)]
+            chosen = [prepared.data.training[place] for place in self.plan.chosen(p.epoch, number)]
             state.report.phase("sampling")
             with state.stop.interruptible():
                 seed = self.plan.seed_of(p.epoch, number)

@@ -64,7 +64,6 @@ class Checkpoints(Hook):
         state.report.live_plot.update()
 
     def restore(self, state: RunState, found: Path) -> None:
-        """Load a checkpoint that was found to be whole."""
         place, _ = checkpoint.read_state(found)
         _check_longer(state, place.step)
         parts = state.parts

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from graftune.data.dataset import Dataset
@@ -27,7 +26,7 @@ from graftune.session import Parts, text
 from graftune.settings.config import Config
 from graftune.settings.sources import DataValue
 from graftune.tokenizer import Tokenizer
-from graftune.training.user_function import Between, CallFailed, UserFunction
+from graftune.training.user_function import Between, CallFailed, FunctionName, UserFunction
 
 USUAL_RECORDS = 24  # in a run
 
@@ -73,7 +72,6 @@ class Scores:
         return f"the metric failed for {self.failed} of {counted(self.records, 'answer')}; {rest}; first {self.error}"
 
     def document(self) -> dict[str, Any]:
-        """Of the log's event."""
         failed = {"metric_failed": self.failed, "metric_error": self.error} if self.failed else {}
         return {"metrics": self.means, "metric_records": self.records, **failed}
 
@@ -87,11 +85,10 @@ class Metric:
         self.keys: tuple[str, ...] = ()  # what the first call that worked returned: the others have to return the same
         self.process: UserFunction | None = None
         if run.metric not in BUILT_IN:
-            self.process = UserFunction(*file_and_function(run.metric), run.metric_seconds)
+            self.process = UserFunction(FunctionName.of(run.metric, "metric"), run.metric_seconds, "metric")
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each prompt."""
         return tuple(len(question.tokens) for question in self.questions)
 
     def answers(self, parts: Parts, *, adapted: bool, between: Callable[[int], None]) -> list[text.Sample]:
@@ -137,28 +134,18 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(names) or "nothing"
 
 
-def file_and_function(metric: str) -> tuple[Path, str]:
-    """The two parts of `file.py:function`."""
-    path, _, name = metric.rpartition(":")
-    if not path.endswith(".py") or not name.isidentifier():
-        names = " or ".join(BUILT_IN)
-        raise GraftuneError(f"metric is {metric!r}", fix=f"write {names}, or file.py:function")
-    if not Path(path).expanduser().is_file():
-        raise GraftuneError(f"metric is {metric!r}, and there is no such file", where=path, fix="name a Python file")
-    return Path(path).expanduser().resolve(), name
-
-
 def check_metric(config: Config) -> None:
     """Refuse a metric that cannot be imported. Asked before anything is loaded."""
     if config.run.metric and config.run.metric not in BUILT_IN:
-        path, name = file_and_function(config.run.metric)
-        process = UserFunction(path, name, config.run.metric_seconds)
+        function = FunctionName.of(config.run.metric, "metric")
+        process = UserFunction(function, config.run.metric_seconds, "metric")
         try:
             why = process.start()
         finally:
             process.close()
         if why:
-            raise GraftuneError(f"the metric {name} cannot be used: {why}", where=str(path), fix="correct the file")
+            what = f"the metric {function.name} cannot be used: {why}"
+            raise GraftuneError(what, where=str(function.path), fix="correct the file")
 
 
 def check_best(config: Config) -> None:

@@ -50,6 +50,7 @@ from graftune.training.metric import USUAL_RECORDS, Metric, check_best, check_me
 from graftune.training.ranks import SingleProcess
 from graftune.training.reserve import Reserver, left_by_others
 from graftune.training.resume import stretched, with_full_paths
+from graftune.training.run import PreparedRun
 from graftune.training.samples import Questions
 from graftune.weights.adapter import Adapter, load_adapter
 from graftune.weights.base import Base, open_base, with_new_tokens
@@ -69,15 +70,10 @@ class RunData(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A run that is ready for its first step."""
+class Prepared(PreparedRun):
+    """The trainer uses the parts of a session, not the verbs of the API."""
 
-    folder: Path
-    parts: Parts  # of a Session: the trainer does not use the verbs of the API
     data: RunData
-    plan: Plan | None  # where memory is planned: on CUDA and on CPUs
-    before: Config | None  # the settings so far of a run that is resumed
-    ranks: SingleProcess
 
 
 def prepare_run(
@@ -125,7 +121,7 @@ def prepare_run(
     # A rank's own number is not stored: a resume may have other ranks.
     stored = device.type if ranks.world is not None and asked in ("auto", "cuda") else parts.config.base.device
     parts.config = parts.config.replace(out=str(folder), device=stored)
-    return Prepared(folder, parts, data, plan, before, ranks)
+    return Prepared(folder, parts, plan, before, ranks, data)
 
 
 def _planned(

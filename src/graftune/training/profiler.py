@@ -57,7 +57,6 @@ class Recorder:
 
     @contextmanager
     def step(self, turn: StampTurn = EVERY_LAYER) -> Iterator[None]:
-        """Profile the step that is sent inside."""
         timeline = self.begin(turn)
         with spans.recording(timeline):
             yield

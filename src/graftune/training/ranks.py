@@ -56,7 +56,6 @@ class SingleProcess:
         return work()
 
     def gather(self, value: Made) -> list[Made]:
-        """Every rank's value, in the order of ranks."""
         return [value]
 
     def same(self, facts: Mapping[str, Any], fix: str) -> None:

@@ -109,9 +109,8 @@ def with_full_paths(config: Config) -> Config:
     """The settings with full paths of files and folders, so that a run can be resumed from anywhere."""
     values = {name: value for name, value in config.flat().items() if name in ("base", "template", "adapter") and value}
     full: dict[str, Any] = {n: str(Path(v).expanduser().resolve()) for n, v in values.items() if _exists(v)}
-    if config.run.metric.rpartition(":")[0]:
-        file, _, function = config.run.metric.rpartition(":")
-        full["metric"] = f"{Path(file).expanduser().resolve()}:{function}"
+    if ":" in config.run.metric:
+        full["metric"] = str(FunctionName.of(config.run.metric, "metric"))
     if config.rl.reward:
         full["reward"] = [str(FunctionName.of(text)) for text in config.rl.reward]
     return config.replace(**full, data=absolute(config.data.data), eval_data=absolute(config.data.eval_data))

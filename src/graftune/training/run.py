@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from graftune.data.pack import Capacities
 from graftune.observe.console import Console
@@ -57,19 +57,15 @@ class TrainResult:
     started: bool = True  # False: stopped while it was prepared, with nothing written
 
 
-class Opened(Protocol):
+@dataclass(frozen=True)
+class PreparedRun:
     """A run that is ready for its first step."""
 
-    @property
-    def folder(self) -> Path: ...
-    @property
-    def parts(self) -> Parts: ...
-    @property
-    def plan(self) -> Plan | None: ...
-    @property
-    def before(self) -> Config | None: ...
-    @property
-    def ranks(self) -> SingleProcess: ...
+    folder: Path
+    parts: Parts
+    plan: Plan | None  # where memory is planned: on CUDA and on CPUs
+    before: Config | None  # the settings so far of a run that is resumed
+    ranks: SingleProcess
 
 
 class RunLength(NamedTuple):
@@ -85,7 +81,7 @@ class Run(ABC):
 
     def __init__(
         self,
-        opened: Opened,
+        prepared: PreparedRun,
         console: Console,
         same: Identity,
         length: RunLength,
@@ -93,18 +89,18 @@ class Run(ABC):
         live: LiveSpeed | None = None,
     ):
         """`same`: what must be the same for a checkpoint to be resumed from."""
-        parts, ranks = opened.parts, opened.ranks
+        parts, ranks = prepared.parts, prepared.ranks
         self.parts, self.shape, self.length = parts, shape, length
         self.step, self.pipeline = parts.step, parts.pipeline
         self.found: Path | None = None  # the checkpoint to go on from
         self.hooks: Sequence[Hook] = ()
-        if opened.before is not None and ranks.leads:
-            self.found = find_checkpoint(opened.folder, same, length.before.epoch_steps, console.warn)
-        log = EventLog(opened.folder / "metrics.jsonl" if ranks.leads else os.devnull, self._tell_event)
-        report = Reporter(console, log, length.now.total, parts.runtime.device, opened.plan, live)
+        if prepared.before is not None and ranks.leads:
+            self.found = find_checkpoint(prepared.folder, same, length.before.epoch_steps, console.warn)
+        log = EventLog(prepared.folder / "metrics.jsonl" if ranks.leads else os.devnull, self._tell_event)
+        report = Reporter(console, log, length.now.total, parts.runtime.device, prepared.plan, live)
         epoch_steps = max(length.now.epoch_steps, length.before.epoch_steps, key=len)
-        self.state = RunState(parts, opened.folder, ranks, report, length.now.total, epoch_steps)
-        self.checkpoints = Checkpoints(opened.folder / "checkpoints", same)
+        self.state = RunState(parts, prepared.folder, ranks, report, length.now.total, epoch_steps)
+        self.checkpoints = Checkpoints(prepared.folder / "checkpoints", same)
         self.last: int | None = None  # the step after which all ranks stop, once one of them asks for it
         self.closing = False  # all steps are done: what is left changes no checkpoint
 
@@ -209,7 +205,6 @@ class Run(ABC):
             self._take(done)
 
     def _take(self, done: Figures) -> None:
-        """Take the figures of a step that is done."""
         state = self.state
         state.ranks.finished(done)
         state.report.step(done, scaled=self.step.scaler is not None)

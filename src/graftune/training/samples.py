@@ -60,7 +60,6 @@ class Questions:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Lengths of the prompts, in tokens."""
         return tuple(len(q.prompt) for q in self.questions)
 
     @property

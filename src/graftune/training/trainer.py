@@ -32,8 +32,6 @@ __all__ = ["TrainResult", "Trainer"]
 
 
 class Trainer(Run):
-    """One training run in its folder."""
-
     def __init__(self, prepared: Prepared, console: Console, callbacks: Sequence[Callback] = ()):
         self.prepared, self.evaluates = prepared, bool(prepared.data.validation.examples)
         parts, config = prepared.parts, prepared.parts.config
@@ -82,7 +80,6 @@ class Trainer(Run):
         write_start(self.state, len(training), plan, self.checkpoints.identity, self.shape, encoded)
 
     def _epoch(self) -> None:
-        """Take steps until the epoch or the run ends."""
         state, report, p = self.state, self.state.report, self.state.progress
         for hook in self.hooks:
             hook.paused(state, "epoch", 0.0)

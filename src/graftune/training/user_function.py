@@ -31,20 +31,25 @@ Kind = Literal["metric", "reward"]
 
 @dataclass(frozen=True)
 class FunctionName:
-    """A function of the user's: `file.py:function=WEIGHT`. The weight is 1 and the function `reward` if not given."""
+    """A function of the user's, `file.py:function`. A reward's may have a weight, `file.py:function=WEIGHT`, and is
+    named `reward` if no name is given."""
 
     path: Path
     name: str
     weight: float = 1.0
 
     @staticmethod
-    def of(text: str) -> FunctionName:
+    def of(text: str, kind: Kind = "reward") -> FunctionName:
         match = re.fullmatch(r"(.+\.py)(?::([A-Za-z_]\w*))?(?:=([+-]?[0-9.]+(?:e[+-]?[0-9]+)?))?", text)
-        if match is None:
-            raise GraftuneError(f"reward is {text!r}", fix="write file.py, file.py:function or file.py:function=WEIGHT")
+        if match is None or (kind == "metric" and (match[2] is None or match[3])):
+            fixes = {
+                "reward": "write file.py, file.py:function or file.py:function=WEIGHT",
+                "metric": "write exact or sample, or file.py:function",
+            }
+            raise GraftuneError(f"{kind} is {text!r}", fix=fixes[kind])
         path = Path(match[1]).expanduser().resolve()
         if not path.is_file():
-            what = f"reward is {text!r}, and there is no such file"
+            what = f"{kind} is {text!r}, and there is no such file"
             raise GraftuneError(what, where=str(path), fix="name a Python file")
         return FunctionName(path, match[2] or "reward", float(match[3] or 1))
 
@@ -59,8 +64,8 @@ class CallFailed(Exception):
 class UserFunction:
     """A function of the user's in its process, which is started for the first call, and again after one that hung."""
 
-    def __init__(self, path: Path, name: str, seconds: float, kind: Kind = "metric"):
-        self.path, self.name, self.seconds, self.kind = path, name, seconds, kind
+    def __init__(self, function: FunctionName, seconds: float, kind: Kind):
+        self.path, self.name, self.seconds, self.kind = function.path, function.name, seconds, kind
         self.hangs = 0  # in a row
         self._process: subprocess.Popen[bytes] | None = None
         self._read = b""

@@ -38,21 +38,15 @@ def load(path: str, name: str) -> Callable[..., Any]:
     return function
 
 
-def accepted(function: Callable[..., Any]) -> list[str]:
-    """Those of GIVEN that the function takes."""
-    kinds = inspect.Parameter
-    parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is kinds.VAR_KEYWORD for p in parameters):
-        return list(GIVEN)
-    for p in parameters:
-        needed = p.default is p.empty and p.kind is not kinds.VAR_POSITIONAL
-        if needed and (p.name not in GIVEN or p.kind is kinds.POSITIONAL_ONLY):
+def check_metric(function: Callable[..., Any]) -> None:
+    """Refuse a function that needs something else than GIVEN."""
+    for p in inspect.signature(function).parameters.values():
+        needed = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        if needed and (p.name not in GIVEN or p.kind is p.POSITIONAL_ONLY):
             raise TypeError(f"it takes {p.name}; a metric takes some of {', '.join(GIVEN)}, by these names")
-    return [p.name for p in parameters if p.name in GIVEN and p.kind is not kinds.POSITIONAL_ONLY]
 
 
 def numbers(value: Any, name: str) -> dict[str, float]:
-    """What a metric returned, as finite numbers by name."""
     if not isinstance(value, dict):
         return {name: _finite(value, "it returned")}
     if not value or len(value) > MOST_NAMES:
@@ -61,7 +55,6 @@ def numbers(value: Any, name: str) -> dict[str, float]:
 
 
 def rewards(value: Any, count: int) -> dict[str, Any]:
-    """What a reward function returned for `count` completions."""
     found = list(value.tolist() if hasattr(value, "tolist") else value)
     if len(found) != count:
         raise ValueError(f"it returned {len(found)} numbers for {count} completions")
@@ -80,7 +73,7 @@ def called(function: Callable[..., Any], given: dict[str, Any]) -> Any:
     """Call with those of the keywords that the function takes; an async function is run to its end."""
     parameters = inspect.signature(function).parameters.values()
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        given = {p.name: given[p.name] for p in parameters if p.name in given}
+        given = {p.name: given[p.name] for p in parameters if p.name in given and p.kind is not p.POSITIONAL_ONLY}
     found = function(**given)
     return asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found
 
@@ -116,7 +109,8 @@ def _main(path: str, name: str, seconds: float, kind: str) -> None:
 
     try:
         function = load(path, name)
-        takes = accepted(function) if kind == "metric" else []
+        if kind == "metric":
+            check_metric(function)
     except BaseException as error:
         return say(_error(error, path))
     say(None)
@@ -127,7 +121,7 @@ def _main(path: str, name: str, seconds: float, kind: str) -> None:
             if kind == "reward":
                 say(rewards(called(function, given), len(given["completions"])))
             else:
-                say({"numbers": numbers(function(**{key: given[key] for key in takes}), name)})
+                say({"numbers": numbers(called(function, given), name)})
         except BaseException as error:
             say({"error": _error(error, path)})
         signal.alarm(0)
