@@ -129,7 +129,6 @@ class Timeline:
             self._switch(self._name(name or self._product))
 
     def end(self) -> None:
-        """Close the span."""
         self._switch(None)
 
     @contextmanager

@@ -77,7 +77,6 @@ def read_line(arguments: Sequence[str], flags_of: Callable[[str], set[str]]) -> 
 
 
 def _unknown_options(command: str, typed: list[str], known: list[str]) -> GraftuneError:
-    """Answers all of them at once."""
     answers = [_instead(name, known) for name in typed]
     see = f"graftune {command} --help lists the options"
     if len(typed) == 1:

@@ -89,7 +89,6 @@ def init(
 
 
 def _check_file(file: Path, force: bool) -> None:
-    """Before anything is read."""
     if file.is_dir():
         raise GraftuneError("is a folder", where=str(file), fix="give --out the name of a file")
     if file.exists() and not force:
@@ -180,7 +179,6 @@ class _Found(NamedTuple):
 
 
 def _text(asked: Config, found: _Found, lines: list[str], out: str) -> str:
-    """The file."""
     import yaml
 
     values, defaults = asked.flat() | {"epochs": found.job.config.train.epochs}, Config().flat()

@@ -96,7 +96,6 @@ def profile(
 
 
 def _check_trace(trace: str) -> None:
-    """Before any step is taken."""
     path = Path(trace)
     if trace and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
         fix = "give --trace the name of a file in a folder that exists"

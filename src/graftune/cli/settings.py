@@ -113,7 +113,6 @@ def looked_at(whole: Config) -> Config:
 
 
 def show_config(config: Config, console: Console) -> int:
-    """Prints the settings after file, flags and defaults (--print-config)."""
     console.result(config.nested())
     if not console.json:
         console.stream(dump_yaml(config.nested()))

@@ -54,8 +54,6 @@ def _column(values: Sequence[Any]) -> array[float] | None:
 
 
 class LatestEvents:
-    """The latest events of one kind."""
-
     def __init__(self) -> None:
         self._events: deque[tuple[int, Event]] = deque()  # with their sizes
         self.size = 0

@@ -72,7 +72,6 @@ def _page(
 
 
 def _example(line: bytes) -> Document | None:
-    """An example, if the line is one."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):

@@ -33,8 +33,6 @@ Document = dict[str, Any]
 
 
 class WatchedRun:
-    """One run folder."""
-
     def __init__(self, key: str, folder: Path):
         self.id, self.folder, self.lock = key, folder, threading.RLock()
         self._log_path, self._config_path = str(folder / LOG), str(folder / CONFIG)

@@ -37,8 +37,6 @@ LARGEST_PROFILE = 4 << 20  # bytes
 
 
 class Server:
-    """Answers requests over the runs of one folder."""
-
     def __init__(self, runs: Runs, device: str = "auto"):
         self.runs, self.closing = runs, threading.Event()  # when it is set, streams end
         self.chat, self.previews = Chat(runs, device), Previews()
@@ -66,7 +64,6 @@ class Server:
         return _stream(streams.follow(streams.list_looks(self.runs), self.closing))
 
     async def run(self, request: Request) -> Response:
-        """/api/runs/ID and /api/runs/ID/VIEW."""
         raw = request.scope.get("raw_path") or request.scope["path"].encode()
         parts = raw.decode("latin-1").partition("?")[0].removeprefix("/api/runs/").split("/")
         view = parts.pop() if len(parts) > 1 and parts[-1] in VIEWS else ""
@@ -90,7 +87,6 @@ class Server:
         return _missing("preview of its data") if found is None else _json(plain(found))
 
     async def ask(self, request: Request) -> Response:
-        """POST /api/chat."""
         return _stream(await self.chat.events(request))
 
     def _details(self, run: WatchedRun) -> Response:

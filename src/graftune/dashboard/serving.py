@@ -53,7 +53,6 @@ class Page:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop serving and release the port."""
         self._server.should_exit = True
         if self._thread is not None:
             self._thread.join(5)

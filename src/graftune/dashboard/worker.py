@@ -110,7 +110,6 @@ class Worker:
         self._idle = asyncio.create_task(later())
 
     async def end(self) -> None:
-        """End the process, if there is one."""
         process, self._process, self._key = self._process, None, None
         if process is None or process.returncode is not None:
             return

@@ -108,12 +108,10 @@ class TokenStore:
 
     @functools.cached_property
     def counts(self) -> np.ndarray:
-        """Tokens of each example."""
         return np.diff(self.arrays["tokens_end"], prepend=0)
 
     @functools.cached_property
     def starts(self) -> np.ndarray:
-        """The place of each example's first token."""
         return self.arrays["tokens_end"] - self.counts
 
     @property
@@ -246,12 +244,10 @@ def _column(
 
 
 def lengths_of(examples: Sequence[Example]) -> np.ndarray:
-    """The number of tokens of each example."""
     return _column(examples, "count", lambda example: len(example.tokens), np.int64)
 
 
 def responses_of(examples: Sequence[Example]) -> np.ndarray:
-    """The number of response tokens of each example."""
     return _column(examples, "responses", lambda example: example.response_tokens, np.int64)
 
 
@@ -277,7 +273,6 @@ def flat(examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def has_weights(examples: Sequence[Example]) -> bool:
-    """Whether any example has weights."""
     if isinstance(examples, Examples):
         weights = examples.store.arrays.get(PER_TOKEN + WEIGHTS)
         return weights is not None and not np.isnan(weights[examples.store.starts[examples.stored]]).all()

@@ -20,7 +20,6 @@ _KNOWN = ", ".join(FORMATS) + " (text formats also as .gz, .zst, .bz2 or .xz)"
 
 
 def files_of(source: Source, note: Note) -> list[SourceFile]:
-    """The files of one source, in order."""
     path = Path(source.path).expanduser()
     if path.is_dir():
         found = _in_folder(path, source, note)

@@ -238,7 +238,6 @@ def _kind(unit: str, control: tuple[str, ...]) -> str:
 
 
 def shared_start(*texts: str) -> str:
-    """The longest text that all of them start with."""
     low, high = min(texts), max(texts)  # every text sorted between these two has the same start
     known, limit = 0, min(len(low), len(high))
     while known < limit:

@@ -229,7 +229,6 @@ def divided(bins: Sequence[Sequence[int]], lengths: np.ndarray, share: Share) ->
 
 
 def whole_tiles(count: int) -> int:
-    """A size rounded up to whole tiles."""
     return ceil_div(count, TILE) * TILE
 
 

@@ -89,7 +89,6 @@ def first_groups(dataset: Dataset, count: int) -> list[list[Example]]:
 
 
 def preview(dataset: Dataset, tokenizer: Tokenizer, count: int) -> RenderableType:
-    """The first `count` examples and the summary."""
     views: list[RenderableType] = []
     for group in first_groups(dataset, count):
         if dataset.kind == "pairs":

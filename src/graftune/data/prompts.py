@@ -64,7 +64,6 @@ def read_prompts(value: DataValue, config: DataConfig) -> PromptData:
 
 
 def prompt_of(row: dict[str, Any], key: int = 0) -> PromptRow:
-    """The prompt of a row; raises Refusal."""
     own = {normal(name): name for name, value in row.items() if value is not None}
     name = next((name for name in (*CHATS, *ASKS) if name in own), "")
     if not name:

@@ -48,7 +48,6 @@ class Record:
 
 
 def to_record(row: dict[str, Any]) -> Record:
-    """The record a row holds; raises Refusal."""
     plan = plan_for(row)
     if plan.refusal is not None:
         raise Refusal(*plan.refusal)

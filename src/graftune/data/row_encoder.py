@@ -39,8 +39,6 @@ Encoded = list[tuple[list[int], Any]]
 
 @dataclass
 class Rendered:
-    """A record between rendering and encoding."""
-
     kind: str
     texts: list[str]
     passages: list[Passage] | None = None  # with these texts; None: it is a `text` record

@@ -48,7 +48,6 @@ class Summary:
 
     @property
     def supervised_share(self) -> float:
-        """Trained tokens among all of them."""
         return self.response_tokens / self.tokens if self.tokens else 0.0
 
     @property
@@ -76,7 +75,6 @@ class Summary:
         return [(power // 2 + 1 if power > SHORTEST else 1, power, found.get(power, 0)) for power in powers]
 
     def warnings(self) -> list[str]:
-        """Warnings, in whole sentences."""
         found = []
         shortened, total = self.too_long(self.max_seq_len), sum(self.lengths.values())
         if shortened and (self.truncated or self.dropped):

@@ -35,7 +35,6 @@ def loss_weight(message: Message) -> float:
 
 
 def weighted(message: Message, weight: float) -> Message:
-    """The message with its weight multiplied."""
     return message if weight == 1 else WeightedMessage(message, weight * loss_weight(message))
 
 

@@ -126,7 +126,6 @@ class World:
         dist.broadcast(tensor, 0, group=self.group)
 
     def wait(self) -> None:
-        """Wait until every rank is here."""
         dist.barrier(group=self.host)
 
     def in_turn(self, work: Callable[[], Made]) -> Made:

@@ -50,8 +50,6 @@ class CacheSize(NamedTuple):
 
 
 class Request(NamedTuple):
-    """Samples of one prompt."""
-
     prompt: int  # tokens
     final: int  # tokens that a sample can grow to
     samples: int = 1
@@ -122,7 +120,6 @@ class CacheShape(NamedTuple):
         return enough and self.places >= other.places and self.width >= other.width
 
     def joined(self, other: CacheShape) -> CacheShape:
-        """The smallest shape that covers both."""
         pages = {w: max(dict(self.pages).get(w, 0), count) for w, count in other.pages}
         return CacheShape(max(self.places, other.places), tuple(pages.items()), max(self.width, other.width))
 

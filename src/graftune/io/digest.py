@@ -26,7 +26,6 @@ State = list[tuple[str, int, int, int, tuple[int, int]]]  # of each file: its pl
 
 
 def sha256(files: Sequence[Path]) -> str:
-    """The digest of the files' bytes, concatenated."""
     before = _state(files)
     if sum(size for _, size, *_ in before) < SMALLEST:
         return _computed(files)

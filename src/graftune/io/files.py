@@ -130,7 +130,6 @@ def _is_link(path: str | Path) -> GraftuneError:
 
 
 def flush(path: Path) -> None:
-    """Flush a file or folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -139,7 +138,6 @@ def flush(path: Path) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Flush a folder and every file below it."""
     for path in folder.iterdir():
         if path.is_dir():
             flush_folder(path)
@@ -226,7 +224,6 @@ def recover_folder(final: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, link or folder if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

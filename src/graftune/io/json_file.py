@@ -37,7 +37,6 @@ def read_json(path: Path, largest: int = LARGEST) -> Any:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """The value of a text in UTF-8."""
     try:
         text = content if isinstance(content, str) else content.decode("utf-8-sig")
         with no_collections():

@@ -31,8 +31,6 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.
 
 @dataclass(frozen=True)
 class LockOwner:
-    """The process that holds a lock."""
-
     pid: int
     began: str  # when the process started, in the system's own count: tells it from a later one of the same number
     machine: str  # where that number means this process

@@ -37,7 +37,6 @@ def dump_values(tree: dict[str, Any]) -> str:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The keys and values of a file of settings."""
     return parse_yaml(read_text(path), str(path))
 
 
@@ -53,7 +52,6 @@ def parse_yaml(text: str, where: str, most: int = MOST, *, quick: bool = False) 
 
 
 def read_text(path: str | Path, largest: int = LARGEST) -> str:
-    """The text of a file of settings."""
     try:
         with open(path, "rb") if _INHERITED.fullmatch(str(path)) else open_plain(path) as file:
             raw = file.read(largest + 1)

@@ -56,7 +56,6 @@ class PairLoss(LogProbLoss):
         """The loss of each pair [P], without the SFT share. Finite for padding, whose sums are 0."""
 
     def reward(self, answers: Answers) -> torch.Tensor:
-        """What the figures report of an answer."""
         return self.beta * answers.log_ratio
 
     def of_log_probs(

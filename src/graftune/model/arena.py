@@ -96,7 +96,6 @@ class Arena:
 
     @property
     def full(self) -> bool:
-        """Whether every weight of the model trains."""
         return "embed_tokens.weight" in self.slots
 
     def span(self, first: str, last: str) -> slice:

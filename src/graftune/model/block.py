@@ -57,8 +57,6 @@ class StreamGrad:
 
 
 class BranchSaved(NamedTuple):
-    """What a branch keeps for its backward."""
-
     x: torch.Tensor  # [T, D], the stream as the part read it
     rstd: torch.Tensor  # [T] fp32, of the norm before the part; empty without one
     part: Any  # what the part saves: a NamedTuple of its own
@@ -179,11 +177,9 @@ class Branch(_Adds):
         return self._to_stream(grad_read, read, grad, ctx, projection_below)
 
     def drop_recomputable(self, saved: BranchSaved) -> BranchSaved:
-        """What the policy `selective` keeps."""
         return saved._replace(part=self.part.drop_recomputable(saved.part))
 
     def recompute_dropped(self, saved: BranchSaved, ctx: PassContext) -> BranchSaved:
-        """Undo `drop_recomputable`."""
         return saved._replace(part=self.part.recompute_dropped(saved.part, self._saved_input(saved, ctx), ctx))
 
     def _input(self, x: torch.Tensor, y: torch.Tensor | None, ctx: PassContext) -> PartInput:
@@ -341,11 +337,9 @@ class Block:
         return [*saved, self.branches[-1].recompute(stream.x, stream.pending, self._ctx(last, ctx, rows))]
 
     def drop_recomputable(self, saved: list[Any]) -> list[Any]:
-        """What the policy `selective` keeps."""
         return [branch.drop_recomputable(kept) for branch, kept in zip(self.branches, saved, strict=True)]
 
     def recompute_dropped(self, saved: list[Any], ctx: PassContext, rows: torch.Tensor | None) -> list[Any]:
-        """Undo `drop_recomputable`."""
         return [
             branch.recompute_dropped(saved[number], self._ctx(number, ctx, rows))
             for number, branch in enumerate(self.branches)

@@ -100,7 +100,6 @@ class LayerSpec:
 
     @property
     def norm_widths(self) -> dict[str, int]:
-        """Every norm, by its name behind `layers.N.`."""
         found = {norm.name: norm.width for norm in self.norms}
         return found | {part.named(name): width for part in self.parts for name, width in part.norms.items()}
 

@@ -23,7 +23,6 @@ class Start:
         self.values, self.aside = torch.zeros_like(arena.weights), torch.zeros_like(arena.weights)
 
     def take(self) -> None:
-        """Take the snapshot."""
         self.values.copy_(self.arena.weights)
 
     @contextmanager

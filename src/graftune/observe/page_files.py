@@ -38,7 +38,6 @@ def joined_style() -> str:
 
 
 def _order(name: str, above: tuple[str, ...]) -> list[str]:
-    """Every module after its imports."""
     assert name not in above, f"modules of the page import each other: {' '.join((*above, name))}"
     found: list[str] = []
     for needed in IMPORT.findall(asset(f"{name}.js")):

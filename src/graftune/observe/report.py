@@ -68,7 +68,6 @@ def write_report(folder: Path) -> None:
 
 
 def report(folder: Path) -> str:
-    """The whole file as text."""
     charts, script, style = map(_safe, (asset("uPlot.iife.min.js"), joined_script("report"), joined_style()))
     policy = (
         f"default-src 'none'; script-src {_hash(charts)} {_hash(script)}; style-src {_hash(style)}; "
@@ -90,7 +89,6 @@ def report(folder: Path) -> str:
 
 
 def document(folder: Path) -> dict[str, Any]:
-    """The report's data, as JSON types."""
     written = read_events(folder / "metrics.jsonl")
     events = standing(written)
     start, end = _last(events, "run_start") or {}, _last(events, "run_end")

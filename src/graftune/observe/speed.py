@@ -18,8 +18,6 @@ FAR = 0.05  # by which a profiled step may differ from a plain one
 
 
 class Amounts(NamedTuple):
-    """The figures of one step besides its tokens."""
-
     flops: float = 0.0
     floor: float = 0.0  # seconds that the floor would have taken; 0: not known
     idle: float = 0.0  # seconds for which the host waited for the device

@@ -153,7 +153,6 @@ class Counting(_TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, operations compute real values and nothing is counted."""
         before, self.off = self.off, True
         try:
             yield

@@ -109,7 +109,6 @@ class Bytes:
 
     @property
     def owners(self) -> dict[str, int]:
-        """The owners at the largest peak."""
         found = max(self.phases.values(), key=lambda owners: sum(owners.values()))
         return {name: found[name] for name in (*OWNERS, *(n for n in found if n not in OWNERS)) if found.get(name)}
 

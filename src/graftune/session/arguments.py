@@ -90,7 +90,6 @@ def stop_strings(given: object) -> tuple[str, ...]:
 
 
 def is_conversation(given: object) -> bool:
-    """Whether it is a list of messages."""
     several = isinstance(given, Sequence) and not isinstance(given, str)
     return several and bool(given) and all(isinstance(entry, Mapping) for entry in given)  # type: ignore[attr-defined]
 
@@ -111,7 +110,6 @@ def conversation(given: Sequence[Message]) -> Conversation:
 
 
 def prompt(given: object, name: str = "the prompt") -> str | Conversation:
-    """A text, or a conversation."""
     if isinstance(given, str):
         return given
     if not is_conversation(given):

@@ -60,7 +60,6 @@ class Batch:
     _fixed: bool = field(default=False, repr=False)  # in a shape that is captured
 
     def __len__(self) -> int:
-        """Micro-batches."""
         return len(self.packed)
 
     def __repr__(self) -> str:

@@ -296,7 +296,6 @@ class Parts:
         return found
 
     def free_cache(self) -> None:
-        """Free the memory of generation."""
         self._sampler = None
 
     @property
@@ -312,7 +311,6 @@ class Parts:
         return max(budget, int(CACHE_SHARE * torch.cuda.mem_get_info(self.runtime.device)[0]))
 
     def close(self) -> None:
-        """Free the model and the device's memory."""
         self.closed = True
         self.free_cache()
         for name in ("pipeline", "step", "decoder", "arena"):

@@ -40,8 +40,6 @@ class Sample:
 
 
 class Draft:
-    """A continuation while it is drawn."""
-
     def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int], stop: Sequence[str], reads: bool):
         self.tokenizer, self.stop_ids, self.stop, self.reads = (
             tokenizer,

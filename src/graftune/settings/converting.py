@@ -84,7 +84,6 @@ class Conversion:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The other tool's defaults."""
         found = dict(_DEFAULTS[self.file.tool])
         for call in _OF_CALLS.keys() & self.file.calls:
             found |= _OF_CALLS[call]

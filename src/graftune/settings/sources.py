@@ -35,7 +35,6 @@ class Source:
 
 
 def entries(value: DataValue) -> list[Source]:
-    """The sources of a checked value."""
     return [Source(value)] if isinstance(value, str) else [Source(**entry) for entry in value]
 
 

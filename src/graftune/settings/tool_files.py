@@ -85,7 +85,6 @@ def read_tool_file(path: str, tool: str | None = None) -> ToolFile:
 
 
 def read_object(path: str) -> dict[str, Any]:
-    """The object in a JSON file."""
     try:
         value = parse_json(read_text(path, LARGEST_SCRIPT))
     except NotJson as error:

@@ -182,5 +182,4 @@ def evaluate_batch(
 
 
 def shape_of(examples: Sequence[Example], capacity: int, layout: BatchLayout = PLAIN) -> Capacities:
-    """The smallest shape that holds every batch."""
     return capacities(bins_in_order(examples, capacity, layout), lengths_of(examples), responses_of(examples))

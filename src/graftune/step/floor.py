@@ -151,7 +151,6 @@ class Op:
 
 
 def plan(work: Work) -> list[Op]:
-    """The operations of one micro-batch, in order."""
     ops: list[Op] = []
 
     def product(kind: str, name: str, layer: int, rows: int, start: int = 0) -> None:
@@ -202,8 +201,6 @@ def size_of(work: Work, op: Op) -> Size:
 
 @dataclass
 class Floor:
-    """The buffers of the products, and the products themselves."""
-
     work: Work
     device: torch.device
     say: Callable[[str], None] = field(default=lambda text: None)

@@ -61,7 +61,6 @@ class Figures(NamedTuple):
 
 
 def pipeline_for(step: Step, *, graph: bool = True) -> Pipeline:
-    """The pipeline for the step's device."""
     return DevicePipeline(step, graph) if step.arena.device.type == "cuda" else HostPipeline(step)
 
 

@@ -66,7 +66,6 @@ class Tail:
         out[CONTROL_FLAGS:].copy_(self.own_flags)
 
     def fingerprint(self, weights: torch.Tensor) -> None:
-        """Compute the fingerprint of the weights, on the device."""
         self.own_flags[1:].copy_((bit_sum(weights) >> self.shifts) & (2**BITS - 1))
 
 

@@ -58,7 +58,6 @@ class Base:
 
     @property
     def files(self) -> list[Path]:
-        """The files that hold the weights."""
         return list(self.parts) or [self.path / name for name in safetensors_io.weight_files(self.path)]
 
     @property
@@ -164,7 +163,6 @@ def _check_tensors(base: Base) -> None:
 
 
 def tensor_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The names and shapes of a model's tensors."""
     yield "embed_tokens.weight", (spec.vocab, spec.width)
     if not spec.tied:
         yield "lm_head.weight", (spec.vocab, spec.width)

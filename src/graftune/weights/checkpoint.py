@@ -46,8 +46,6 @@ Identity = dict[str, Any]  # digests of a run's inputs, and its settings by name
 
 
 class Scale(Protocol):
-    """The loss scale of an fp16 run."""
-
     def state_dict(self) -> dict[str, torch.Tensor]: ...
     def load_state_dict(self, saved: Mapping[str, torch.Tensor]) -> None: ...
 

@@ -66,7 +66,6 @@ class GgufTensor:
         return self.blocks.nbytes
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Rows start..stop in fp32."""
         return self._dequantised(self.blocks[start:stop])
 
     def raw(self, start: int, stop: int) -> torch.Tensor:

@@ -192,7 +192,6 @@ class _Placer:
         return found
 
     def format_of(self, source: RowSource) -> WeightFormat:
-        """The format that a projection's tensor is held in."""
         if self.as_stored or self.asked is None:
             return stored_format(source) or self.float_format
         return self.asked

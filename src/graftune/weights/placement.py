@@ -56,7 +56,6 @@ class Placement:
 
     @property
     def option(self) -> str:
-        """The name of the option in use."""
         return self.options[0].name
 
     @property

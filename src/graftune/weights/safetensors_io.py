@@ -156,7 +156,6 @@ def open_shard(file: Path) -> Any:
 
 
 def load(file: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a file."""
     shard = open_shard(file)
     return {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118 (no mapping)
 

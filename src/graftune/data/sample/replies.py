@@ -34,5 +34,4 @@ def _part(sentence: str) -> str:
 
 
 def replies_path() -> Path:
-    """Where replies.jsonl lies in the installed package."""
     return Path(str(resources.files("graftune.data.sample") / "replies.jsonl"))

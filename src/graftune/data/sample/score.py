@@ -82,7 +82,6 @@ def _parsed(answer: str) -> dict[str, Any] | None:
 
 
 def sample_path() -> Path:
-    """Where support.jsonl lies in the installed package."""
     path = Path(str(resources.files("graftune.data.sample") / "support.jsonl"))
     assert path.is_file(), f"the package is incomplete: {path} is missing"
     return path

@@ -205,7 +205,6 @@ def _output(c: DeltaChunks, starts: torch.Tensor, written: torch.Tensor, scale: 
 
 
 def _key_heads(k: torch.Tensor, v: torch.Tensor, tiled: bool) -> torch.Tensor:
-    """The key head of each value head."""
     heads = torch.arange(v.shape[1], device=k.device)
     return heads % k.shape[1] if tiled else heads // (v.shape[1] // k.shape[1])
 

@@ -141,7 +141,6 @@ def from_checkpoint(tensors: Mapping[str, torch.Tensor], name: str) -> Nf4:
 
 
 def checkpoint_shape(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[int, ...]:
-    """The weight's shape, from its description alone."""
     shape = _state(tensors, name).get("shape")
     sound = isinstance(shape, list) and bool(shape) and all(type(n) is int and 0 < n < 2**40 for n in shape)
     _expect(name, "shape", "sound" if sound else shape, "sound")

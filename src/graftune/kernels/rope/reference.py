@@ -41,7 +41,6 @@ def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def unrotate_(grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The backward of `rotate_`, in place."""
     return rotate_(grad, cos, -sin)
 
 

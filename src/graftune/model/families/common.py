@@ -105,7 +105,6 @@ class Family:
 
     @property
     def experts_module(self) -> str:
-        """The module of its mixtures."""
         return self.mlp
 
     @property
@@ -159,7 +158,6 @@ class Family:
         return EmbeddingSpec(get.whole("vocab_size"), get.whole("hidden_size"), scale)
 
     def attention(self, get: Getter) -> AttentionSpec:
-        """The mixer of a layer without a window."""
         width, heads = get.whole("hidden_size"), get.whole("num_attention_heads")
         kv_heads = int(get.number("num_key_value_heads", heads))
         if kv_heads <= 0 or heads % kv_heads:
@@ -199,7 +197,6 @@ class Family:
         return [windowed if has_window else attention for has_window in self.windowed(get)]
 
     def windowed(self, get: Getter) -> list[bool]:
-        """Which layers have a window."""
         config, layers = get.config, get.layers()
         off = self.windows == "configured" and not config.get("use_sliding_window")
         if not config.get("sliding_window") or self.windows == "none" or off:
