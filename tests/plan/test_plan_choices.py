@@ -324,3 +324,24 @@ def test_fewer_samples_at_once_where_memory_is_short(tiny_folder, tmp_path: Path
     assert main([*line, "--recompute", "full", "--max-seq-len", "512", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["settings"]["samples_at_once"] == 8 and found["owners"]["cache of generation"] > 0
+
+
+def test_an_8b_in_nf4_samples_and_trains_on_12_gib() -> None:
+    """8 samples of 1,024 tokens after a prompt of 256; the CUDA context is part of the 12 GiB."""
+    from benchmarks.cases import parse
+    from benchmarks.random_bases import base_of
+
+    from graftune.infer.cache import CACHE, Request
+    from graftune.losses import choose
+    from graftune.plan import any_data, best, runtime_for
+
+    case, longest, memory = parse("8b-nf4-4x2048"), 256 + 1024, 12 << 30
+    asked = {"recompute": "selective", "tokens_per_micro_batch": 2048, "loss": "ppo", "max_seq_len": longest}  # as auto
+    config = case.config(torch.device("cuda"), **asked)
+    runtime, card = runtime_for(config, memory)
+    made = job.Job(config, base_of(case, runtime.device), runtime, longest, any_data(longest), card, memory)
+    made.loss, made.sampled, made.evaluates = choose(config.train), (Request(256, longest, 8),), False
+    made.layout = made.loss.layout(())
+    plan = best(made)
+    assert plan.fits and plan.needed + job.CONTEXT_BYTES <= memory and made.at_once == 8
+    assert 1 << 30 <= plan.bytes.owners[CACHE] < 1.1 * (1 << 30), "the prompt is there once"
