@@ -73,7 +73,7 @@ def _difference(parts: Any, prompts: list[list[int]], answers: list[list[Token]]
         text = torch.tensor(prompt + [token.id for token in answer], device=device)
         documents = PackedDocuments.of([len(text)], device, parts.eager_attention)
         x = decoder.hidden(text, decoder.begin(torch.arange(len(text), device=device), documents))
-        want = torch.log_softmax(decoder.logits(x[len(prompt) - 1 : -1]), -1)
+        want = torch.log_softmax(decoder.logits(x[len(prompt) - 1 : -1]).float(), -1)
         want = want.gather(1, text[len(prompt) :, None]).squeeze(1).cpu()
         off.append((torch.tensor([token.logprob for token in answer]) - want).abs())
     return float(torch.cat(off).mean())

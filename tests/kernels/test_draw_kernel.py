@@ -31,9 +31,13 @@ def drawn(
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("vocabulary", [1, 300])
+@pytest.mark.parametrize(("vocabulary", "dtype"), [(1, torch.float32), (300, torch.float32), (300, torch.bfloat16)])
 def test_the_kernel_draws_what_the_reference_draws(
-    monkeypatch: pytest.MonkeyPatch, device: str, case: tuple[str, float, int, float], vocabulary: int
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    case: tuple[str, float, int, float],
+    vocabulary: int,
+    dtype: torch.dtype,
 ) -> None:
     """Several blocks of the vocabulary, rows with a stride, equal logits, NaN beside the rows."""
     monkeypatch.setattr(kernel, "BLOCK", 64)
@@ -41,7 +45,7 @@ def test_the_kernel_draws_what_the_reference_draws(
     wide = torch.full((7, vocabulary + 5), float("nan"))
     wide[:, :vocabulary] = (torch.randn(7, vocabulary) * 3).round(decimals=1)
     wide[1, : vocabulary // 2] = float("-inf")
-    logits = wide.to(device)[:, :vocabulary]
+    logits = wide.to(device, dtype)[:, :vocabulary]
     want = reference.draw(
         logits.cpu(), case[0], DrawSettings.of(*case[1:], 7, "cpu"), torch.arange(7), torch.arange(7) % 3
     )

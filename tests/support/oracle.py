@@ -40,7 +40,7 @@ class Ours:
         positions = torch.cat([torch.arange(len(d)) for d in documents])
         run = self.decoder.begin(positions, PackedDocuments.of(tuple(map(len, documents))), adapted=adapted)
         with torch.no_grad():
-            return self.decoder.logits(self.decoder.hidden(tokens, run), adapted=adapted)
+            return self.decoder.logits(self.decoder.hidden(tokens, run), adapted=adapted).float()
 
     def gradients(self, examples: list[Example]) -> tuple[float, dict[str, torch.Tensor]]:
         """Loss sum and the gradient of each trainable tensor of one packed micro-batch."""

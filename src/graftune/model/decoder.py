@@ -208,12 +208,15 @@ class Decoder:
         return Output(head, normed, x, rstd, weight, self.norm.grad, self._adapter_columns, scale, cap)
 
     def logits(self, x: torch.Tensor, *, adapted: bool = True) -> torch.Tensor:
-        """Rows [R, D] -> [R, V] in fp32."""
+        """Rows [R, D] -> [R, V], in fp32 where the family scales or caps them."""
         self.bundles.enter(HEAD)
-        normed = rms_norm.forward(x, self.norm.of(adapted), self.spec.head.norm.eps)
-        logits = self.head.of(adapted).matmul(normed).float()
+        head = self.spec.head
+        normed = rms_norm.forward(x, self.norm.of(adapted), head.norm.eps)
+        logits = self.head.of(adapted).matmul(normed)
         self.bundles.restore_first_blocks()  # the next token's pass may be a replay
-        return linear_cross_entropy.soft_capped(logits, self.spec.head.logit_scale, self.spec.head.logit_cap)
+        if head.logit_scale == 1 and not head.logit_cap:
+            return logits
+        return linear_cross_entropy.soft_capped(logits.float(), head.logit_scale, head.logit_cap)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Draws the next token of each sequence from its logits [S, V] in fp32, see reference.py for the formulas.
+"""Draws the next token of each sequence from its logits [S, V], computing in fp32; see reference.py for the formulas.
 
 The random number of a draw is a hash of (seed, sample, position): it depends neither on the other sequences nor on the
 device. Everything that changes between calls is a tensor on the device, so that a draw can be replayed from a graph;
@@ -53,6 +53,6 @@ def draw(
     logits: torch.Tensor, mode: str, settings: DrawSettings, samples: torch.Tensor, positions: torch.Tensor
 ) -> Drawn:
     """`samples` and `positions` [S] (int64): the number of each sample, and of the token in its sequence."""
-    assert logits.dtype == torch.float32 and logits.stride(1) == 1 and mode in (GREEDY, WHOLE, LIMITED)
+    assert logits.stride(1) == 1 and mode in (GREEDY, WHOLE, LIMITED)
     assert samples.shape == positions.shape == logits.shape[:1] and logits.shape[1] < 2**31
     return Drawn(*launch.implementation(reference, logits).draw(logits, mode, settings, samples, positions))

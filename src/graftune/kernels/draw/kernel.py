@@ -50,6 +50,11 @@ def draw(
 
 
 @triton.jit
+def _read(row, at, V):
+    return tl.load(row + at, at < V, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
 def _ordered(x):
     """The bits of x as an integer that is ordered as x is."""
     bits = x.to(tl.int32, bitcast=True)
@@ -67,7 +72,7 @@ def _search(logits, least, temperature_ptr, k_ptr, p_ptr, V, stride, BLOCK: tl.c
     k = tl.where((k <= 0) | (k > V), V, k)
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
     for first in range(0, V, BLOCK):
-        highest = tl.maximum(highest, tl.load(base + first + at, first + at < V, other=float("-inf")))
+        highest = tl.maximum(highest, _read(base, first + at, V))
     top = tl.max(highest, 0)
     # The largest threshold that at least k logits reach: the k-th largest logit.
     lower, upper = tl.full([], -(2**31), tl.int64), tl.full([], 2**31 - 1, tl.int64)
@@ -75,7 +80,7 @@ def _search(logits, least, temperature_ptr, k_ptr, p_ptr, V, stride, BLOCK: tl.c
         middle = lower + (upper - lower + 1) // 2
         count = tl.zeros([BLOCK], tl.int32)
         for first in range(0, V, BLOCK):
-            x = tl.load(base + first + at, first + at < V, other=float("-inf"))
+            x = _read(base, first + at, V)
             count += ((first + at < V) & (_ordered(x) >= middle)).to(tl.int32)
         enough = tl.sum(count, 0) >= k
         lower = tl.where(enough, middle, lower)
@@ -85,7 +90,7 @@ def _search(logits, least, temperature_ptr, k_ptr, p_ptr, V, stride, BLOCK: tl.c
     if p < 1.0:
         mass = tl.zeros([BLOCK], tl.float32)
         for first in range(0, V, BLOCK):
-            x = tl.load(base + first + at, first + at < V, other=float("-inf"))
+            x = _read(base, first + at, V)
             mass += tl.where((first + at < V) & (_ordered(x) >= kth), tl.exp((x - top) * inverse), 0.0)
         limit = p * tl.sum(mass, 0)
         # The smallest threshold above which less than the limit lies.
@@ -94,7 +99,7 @@ def _search(logits, least, temperature_ptr, k_ptr, p_ptr, V, stride, BLOCK: tl.c
             middle = lower + (upper - lower) // 2
             mass = tl.zeros([BLOCK], tl.float32)
             for first in range(0, V, BLOCK):
-                x = tl.load(base + first + at, first + at < V, other=float("-inf"))
+                x = _read(base, first + at, V)
                 mass += tl.where((first + at < V) & (_ordered(x) > middle), tl.exp((x - top) * inverse), 0.0)
             less = tl.sum(mass, 0) < limit
             lower = tl.where(less, lower, middle + 1)
@@ -120,7 +125,7 @@ def _sums(
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     exists = at < V
-    x = tl.load(logits + row * stride + at, exists, other=float("-inf"))
+    x = _read(logits + row * stride, at, V)
     highest = tl.max(x, 0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     place, plane = figures + row * blocks + block, rows * blocks
@@ -161,14 +166,14 @@ def _choose(
         block = tl.minimum(tl.min(tl.where((kept > 0) & (sums > target), number, NB), 0), last)
         target -= tl.sum(tl.where(number < block, kept, 0.0), 0)
         at = block * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(logits + row * stride + at, at < V, other=float("-inf"))
+        x = _read(logits + row * stride, at, V)
         exists = _kept(x, at < V, least, row, LIMITED)
         weights = tl.where(exists, tl.exp((x - top) * inverse), 0.0)
         exists = weights > 0
         above = exists & (tl.cumsum(weights, 0) > target)
         token = tl.minimum(tl.min(tl.where(above, at, V), 0), tl.max(tl.where(exists, at, -1), 0))
         tl.store(tokens + row, token.to(tl.int64))
-        chosen = tl.load(logits + row * stride + token) - top
+        chosen = tl.load(logits + row * stride + token).to(tl.float32) - top
         tl.store(logprobs + row, chosen - tl.log(total))
         tl.store(sampling_logprobs + row, chosen * inverse - tl.log(whole))
 

@@ -26,6 +26,7 @@ WORD = 0xFFFFFFFF
 def draw(
     logits: torch.Tensor, mode: str, settings: DrawSettings, samples: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits = logits.float()
     if mode == "greedy":
         tokens = logits.argmax(-1)
         return tokens, _log_probs(logits, tokens), torch.zeros_like(logits[:, 0])
