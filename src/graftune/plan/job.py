@@ -265,11 +265,10 @@ class Job:
         if self.card is not None:
             taken = self.card.total - self.card.free
             return {CONTEXT if taken <= MOST_CONTEXT else OTHERS: taken}
-        return {
-            HEAP: int(HEAP_SHARE * found.temporary),
-            FILES: self._pages(setup),
-            PROCESS: self.process or resident_bytes(),
-        }
+        heap, pages, process = int(HEAP_SHARE * found.temporary), self._pages(setup), resident_bytes()
+        if self.process:  # the base is loaded; libraries may have been, too
+            process = max(self.process, process - sum(found.phases["load"].values()) - pages)
+        return {HEAP: heap, FILES: pages, PROCESS: process}
 
     def _pages(self, setup: Setup) -> int:
         """Bytes of the file that are read and stay mapped: all of it; but of an embedding that stays in the file and is

@@ -90,7 +90,7 @@ def prepare_rl(
         console.note(note)
     forget_earlier_runs()
     card = card_here(device) if device.type == "cuda" else None  # before anything is loaded: a plan counts the base too
-    free, process = (free_bytes(device), resident_bytes()) if device.type == "cpu" else (0, 0)
+    free = free_bytes(device) if device.type == "cpu" else 0
     with console.working("opening the base"):
         config, base, adapter = opened(config)
     tokens = config.lora.new_tokens
@@ -101,6 +101,7 @@ def prepare_rl(
         config = config.replace(max_seq_len=_needed(config, data))
     config = _with_auto(config, base.spec.parameters, console)
     folder = folder_for(config, config.data.data)
+    process = resident_bytes()
     with console.working("loading the base"):
         session = open_session(config, base=base)
     held.callback(session.close)
