@@ -59,7 +59,7 @@ def write_models(folder: Path) -> None:
     """One model twice: fp32 safetensors, and GGUF blocks of several kinds."""
     shape = quantised.spec(WIDTH, layers=LAYERS, vocab=VOCAB)
     tensors = quantised.dequantised(quantised.gguf_base("F32", shape, "F32")).tensors
-    values = {names.to_hf(name): source.values().contiguous() for name, source in tensors.items()}
+    values = {names.TEXT.of(name): source.values().contiguous() for name, source in tensors.items()}
     (folder / "folder").mkdir()
     save_file(values, folder / "folder" / "model.safetensors")
     config = {

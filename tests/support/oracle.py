@@ -150,7 +150,7 @@ def peft_name(ours_name: str) -> str:
 
 def dequantised(base: Base) -> dict[str, torch.Tensor]:
     """Every tensor of the base in fp32, under Hugging Face's names."""
-    return {names.to_hf(n): t.values().float() for n, t in base.tensors.items()}
+    return {names.TEXT.of(n): t.values().float() for n, t in base.tensors.items()}
 
 
 def smollm2_in_transformers(base: Base) -> Any:

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from graftune.cli.settings import Count, Switch, given, in_range, loaded, looked_at, positional, takes
-from graftune.cli.train import run_config
 from graftune.errors import GraftuneError
 from graftune.io.files import write_file
 from graftune.observe.console import Console
@@ -66,7 +65,7 @@ def profile(
             raise GraftuneError(
                 "a run has its own settings", where=target, fix="leave --config out; flags go over them"
             )
-        own = run_config(target)
+        own = Config.of_run(target)
         whole = Config.of(own.flat(), positional(flags, data=data))
         into = folder if whole.flat() == own.flat() else None
         if into is None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from graftune.cli.settings import Switch, given, loaded, looked_at, positional, show_config, takes
-from graftune.cli.train import ended, engine, run_config
+from graftune.cli.train import ended, engine
 from graftune.data.sample import parcels
 from graftune.data.sample.parcels import parcels_path
 from graftune.io.yaml_file import read_yaml
@@ -64,7 +64,7 @@ def rl(
     flags = positional(given(settings), base=base, data=data)
     if resume:
         file = flatten(read_yaml(config), config, console.note) if config else {}
-        whole, flags = run_config(resume), {**file, **flags}
+        whole, flags = Config.of_run(resume), {**file, **flags}
         if print_config:
             return show_config(Config.of(whole.flat(), flags), console)
     else:

@@ -11,7 +11,6 @@ from cyclopts import Parameter
 
 from graftune.cli.run_summary import run_summary
 from graftune.cli.settings import Switch, given, loaded, looked_at, positional, show_config, takes
-from graftune.errors import GraftuneError
 from graftune.io.yaml_file import read_yaml
 from graftune.observe.console import Console
 from graftune.ranks import from_environment
@@ -63,7 +62,7 @@ def train(
     if resume:
         file = flatten(read_yaml(config), config, console.note) if config else {}
         # Only rank 0 has to see the folder.
-        whole = run_config(resume) if ranks is None or ranks.leads else Config()
+        whole = Config.of_run(resume) if ranks is None or ranks.leads else Config()
         overrides = {**file, **flags}
         if print_config:
             return show_config(Config.of(whole.flat(), overrides), console)
@@ -86,16 +85,6 @@ def ended(result: Any, console: Console, resume: str) -> int:
     if not console.json:
         console.line(run_summary(result))
     return 0
-
-
-def run_config(folder: str) -> Config:
-    """The settings a run folder was started with."""
-    path = Path(folder) / "config.yaml"
-    if not Path(folder).is_dir():
-        raise GraftuneError("there is no such run folder", where=folder, fix="check the path given to --resume")
-    if not path.is_file():
-        raise GraftuneError("is not a run folder (no config.yaml)", where=folder, fix="give a folder made by train")
-    return Config.of_run(folder)
 
 
 def engine(config: Config, console: Console, resume: str | None, overrides: dict[str, Any], watch: bool) -> Any:

@@ -15,6 +15,7 @@ answers of the optimizer step, each with the prompt of the next one, in forward 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -122,9 +123,5 @@ def answer_starts(examples: Sequence[Example]) -> list[int]:
     return (np.minimum(found, ends) - (ends - lengths)).tolist()
 
 
-def _labels(held: Sequence[Example]) -> np.ndarray:
-    return numbers_of(held, "label", 0.0)
-
-
 _MISMATCHED = Ahead(mismatched, longest_mismatched, FIELDS)
-_LABEL = Field("label", torch.float32, _labels, per="document")
+_LABEL = Field("label", torch.float32, partial(numbers_of, name="label", missing=0.0), per="document")

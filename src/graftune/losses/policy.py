@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -167,13 +168,5 @@ def _numbers(held: Sequence[Example], name: str) -> np.ndarray:
     return np.concatenate(each)
 
 
-def _advantages(held: Sequence[Example]) -> np.ndarray:
-    return _numbers(held, "advantages")
-
-
-def _logprobs(held: Sequence[Example]) -> np.ndarray:
-    return _numbers(held, "logprobs")
-
-
-_ADVANTAGES = Field("advantages", torch.float32, _advantages)
-_LOGPROBS = Field("logprobs", torch.float32, _logprobs)
+_ADVANTAGES = Field("advantages", torch.float32, partial(_numbers, name="advantages"))
+_LOGPROBS = Field("logprobs", torch.float32, partial(_numbers, name="logprobs"))

@@ -44,7 +44,6 @@ class Movable(Protocol):
 
     def move(self, place: Place) -> None:
         """Replaces each tensor by the result of `place`, a tensor of the same shape; always in the same order."""
-        ...
 
 
 class BundleStorage(Protocol):
@@ -54,15 +53,12 @@ class BundleStorage(Protocol):
 
     def sizes(self, count: int) -> list[int]:
         """The sizes of the pieces that store `count` bytes; their sum may be larger."""
-        ...
 
     def keep(self, piece: torch.Tensor) -> torch.Tensor:
         """Returns the stored form of a piece."""
-        ...
 
     def fetch(self, kept: torch.Tensor, into: torch.Tensor) -> None:
         """Copies a stored piece into a buffer, on the current stream."""
-        ...
 
 
 class HostMemory:

@@ -22,15 +22,12 @@ class LayerInputs(Protocol):
 
     def of(self, layer: int) -> torch.Tensor:
         """[T, P]."""
-        ...
 
     def add_grad(self, layer: int, grad: torch.Tensor, rows: torch.Tensor | None) -> None:
         """Add the gradient of `of(layer)`, of all rows [T, P] or of the given ones [R, P]. Frozen inputs ignore it."""
-        ...
 
     def backward(self) -> torch.Tensor | None:
         """Behind the backward of all layers: the gradient of the tokens' embeddings [T, D], if there is one."""
-        ...
 
 
 Copy = tuple[torch.Tensor, torch.Tensor]  # from these, to these: indices of the same number
@@ -42,11 +39,9 @@ class LayerCache(Protocol):
 
     def copy_(self, slots: Copy, rows: Mapping[int, Copy]) -> None:
         """Copy the states of slots; and the rows that layers with a window (0: none) keep."""
-        ...
 
     def clear_(self, slots: torch.Tensor) -> None:
         """Make slots those of sequences that have no past."""
-        ...
 
 
 class Past(Protocol):
@@ -55,25 +50,20 @@ class Past(Protocol):
     @property
     def layers(self) -> Sequence[LayerCache | None]:
         """None: the layer keeps nothing."""
-        ...
 
     @property
     def slots(self) -> torch.Tensor:
         """Of packed documents, [S]; with one new token a sequence they are 0, 1, 2 ..."""
-        ...
 
     @property
     def new(self) -> bool:
         """Whether packed documents have no past."""
-        ...
 
     def paged(self, window: int) -> PagedKeys:
         """The keys of layers with this window."""
-        ...
 
     def columns(self, reach: int) -> Columns:
         """How packed documents are joined with as many columns before them, of a convolution."""
-        ...
 
 
 class Sequences(Protocol):
@@ -83,21 +73,17 @@ class Sequences(Protocol):
     @property
     def documents(self) -> Documents | None:
         """The packed documents; None: one new token a sequence."""
-        ...
 
     @property
     def backend(self) -> str:
         """Of attention over packed documents."""
-        ...
 
     @property
     def past(self) -> Past | None:
         """Where generation keeps what it has read; None in training."""
-        ...
 
     def final_lengths(self, positions: torch.Tensor) -> torch.Tensor:
         """How long the document of each token is, or will be: [T]."""
-        ...
 
 
 MICRO_BATCHES = 4096  # of a step at most
@@ -167,7 +153,6 @@ class Routing(Protocol):
 
     def add(self, layer: int, scores: torch.Tensor, chosen: torch.Tensor, only_rows: bool) -> None:
         """scores [T, E] and chosen [T, k] of a layer. `only_rows`: of the rows that predict something."""
-        ...
 
 
 class RopeTables(NamedTuple):

@@ -245,29 +245,23 @@ class PartPlacer(Protocol):
 
     def projection(self, group: str) -> Projection:
         """A group's weight and the adapters on it."""
-        ...
 
     def experts(self, group: str) -> ExpertProjection:
         """The same weight of every expert, and the adapters on it."""
-        ...
 
     def bias(self, group: str) -> Bias:
         """The biases of a group's members that have one (`biased`)."""
-        ...
 
     def norm(self, name: str) -> NormWeight: ...
 
     def unit_norm(self, width: int) -> NormWeight:
         """The weight of a norm that has none: ones, which never train."""
-        ...
 
     def rope(self, spec: RopeSpec) -> int:
         """Which of the pass's rotary tables are those of a rope."""
-        ...
 
     def tensor(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One of the spec's `tensors`, in fp32, and its gradient where every weight trains."""
-        ...
 
 
 class SavedInput(NamedTuple):

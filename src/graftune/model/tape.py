@@ -28,15 +28,12 @@ class Tape(Protocol):
     @property
     def inputs_only(self) -> bool:
         """Whether it keeps nothing but the inputs of blocks."""
-        ...
 
     def keep(self, block: Block, saved: list[Any]) -> None:
         """Take what each branch of a block has saved."""
-        ...
 
     def take(self, block: Block, ctx: PassContext, rows: torch.Tensor | None) -> list[Any]:
         """What the branches saved, complete again. Blocks are taken in reverse order, each once."""
-        ...
 
 
 @dataclass

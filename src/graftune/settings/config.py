@@ -533,6 +533,9 @@ class Config:
     def of_run(folder: str | Path) -> Config:
         """The settings that a run folder holds. One that this version no longer has is dropped, which is said once."""
         path = Path(folder) / "config.yaml"
+        if not path.is_file():
+            what = "is not a run folder (no config.yaml)" if Path(folder).is_dir() else "there is no such run folder"
+            raise GraftuneError(what, where=str(folder), fix="give a folder made by train")
         tree = read_yaml(path)
         for part in (tree, *(value for value in tree.values() if isinstance(value, dict))):
             for name in [name for name in part if name in other_tools.GONE]:

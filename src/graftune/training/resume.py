@@ -83,8 +83,6 @@ def settings_that(*resume: Resume) -> list[str]:
 
 def stored_config(folder: Path, overrides: dict[str, Any]) -> Config:
     """The settings of a run with `overrides`. A change of one that may not change on resume is refused by name."""
-    if not (folder / "config.yaml").exists():
-        raise GraftuneError("holds no run (no config.yaml)", where=str(folder), fix="give the folder of a run")
     config = Config.of_run(folder)
     stored, asked = config.flat(), with_full_paths(Config.of(config.flat(), overrides)).flat()
     free = settings_that("stored", "free")

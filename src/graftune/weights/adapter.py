@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -33,7 +32,7 @@ from graftune.weights.apr import load_apr
 from graftune.weights.base import Base
 from graftune.weights.finite import is_finite
 from graftune.weights.names import NamingScheme
-from graftune.weights.opening import read_json
+from graftune.weights.opening import read_json, sensible
 from graftune.weights.uniform_rank import with_uniform_rank
 
 __all__ = [
@@ -230,7 +229,7 @@ def load_adapter(folder: Path) -> Adapter:
     if not path.exists():
         raise GraftuneError(f"holds no {CONFIG}", where=str(folder), fix="give an adapter or run folder")
     values = read_json(path, "copy the adapter again")
-    with _sensible(path):
+    with sensible("its settings make", path, "copy the adapter again"):
         _refuse_unknown(values, path)
     if not (folder / TENSORS).exists():
         raise GraftuneError(f"holds no {TENSORS}", where=str(folder), fix="copy the adapter again")
@@ -244,7 +243,7 @@ def load_adapter(folder: Path) -> Adapter:
             fix="this cannot be loaded here",
         )  # fmt: skip
     values |= {"target_modules": ours["targets"]} if isinstance(ours.get("targets"), list) else {}
-    with _sensible(path):
+    with sensible("its settings make", path, "copy the adapter again"):
         lora, tensors, partial = _understood(values | {"new_tokens": ours.get("new_tokens")}, tensors, path)
     adapter = Adapter(
         folder,
@@ -274,19 +273,6 @@ def _finite(adapter: Adapter, where: Path) -> Adapter:
     if bad is not None:
         raise GraftuneError(f"{bad} holds values that are not finite", where=str(where), fix="train it again")
     return adapter
-
-
-@contextmanager
-def _sensible(path: Path) -> Iterator[None]:
-    """What values of a wrong kind raise is said in a sentence."""
-    try:
-        yield
-    except GraftuneError:
-        raise
-    except (TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise GraftuneError(
-            f"its settings make no sense ({error})", where=str(path), fix="copy the adapter again"
-        ) from None
 
 
 def _uses(what: str, path: Path) -> GraftuneError:

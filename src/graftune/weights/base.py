@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from graftune.weights import experts, hub, names, safetensors_io
 from graftune.weights import rows as rows_
 from graftune.weights.carried import CarriedTensor
 from graftune.weights.names import NamingScheme
-from graftune.weights.opening import read_json
+from graftune.weights.opening import read_json, sensible
 
 PREDICTION = "mtp."  # a folder's blocks that predict further tokens
 
@@ -175,24 +174,9 @@ def tensor_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield name, (width,)
 
 
-@contextmanager
-def _sound(where: Path) -> Iterator[None]:
-    """Turns what damaged metadata raises (text for a number, impossible numbers) into one message."""
-    try:
-        yield
-    except GraftuneError:
-        raise
-    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        raise GraftuneError(
-            f"its configuration makes no sense ({error})", where=str(where), fix="download the model again"
-        ) from None
-
-
-def _checked_spec(spec: ModelSpec, where: Path) -> ModelSpec:
+def _checked_spec(spec: ModelSpec) -> ModelSpec:
     if wrong := spec.wrong():
-        raise GraftuneError(
-            f"its configuration makes no sense ({wrong})", where=str(where), fix="download the model again"
-        )
+        raise ValueError(wrong)
     return spec
 
 
@@ -219,8 +203,8 @@ def _open_gguf(name: str, path: Path) -> Base:
 
     file, parts = read_model(path)
     path = parts[0]
-    with _sound(path):
-        spec = _checked_spec(from_gguf(file.metadata, file.tensors, str(path)), path)
+    with sensible("its configuration makes", path, "download the model again"):
+        spec = _checked_spec(from_gguf(file.metadata, file.tensors, str(path)))
     tensors: dict[str, RowSource] = {}
     family = family_of(spec)
     layers, carried = len(spec.layers), {}
@@ -284,8 +268,8 @@ def _open_config(name: str, config: Path) -> Base:
     if not config.exists():
         raise GraftuneError("holds no config.json", where=str(config.parent), fix="give a Hugging Face model folder")
     values = read_json(config, "download the model again")
-    with _sound(config):
+    with sensible("its configuration makes", config, "download the model again"):
         check_quantisation(values.get("quantization_config"), str(config))
-        spec = _checked_spec(from_config(values, str(config)), config)
+        spec = _checked_spec(from_config(values, str(config)))
     tokenizer = tok.from_folder(config.parent)
     return Base(name, config, "config", spec, tokenizer, {}, multimodal=is_multimodal(values))

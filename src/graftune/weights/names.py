@@ -49,10 +49,6 @@ def scheme_of(stored: Iterable[str]) -> NamingScheme:
     return next((s for s in SCHEMES if any(n.startswith(f"{s.prefix}layers.") for n in stored)), TEXT)
 
 
-def to_hf(ours: str) -> str:
-    return TEXT.of(ours)
-
-
 def from_hf(name: str) -> str:
     """Our name of a tensor that any of the schemes has named."""
     return next((ours for scheme in SCHEMES if (ours := scheme.ours(name)) is not None), name)

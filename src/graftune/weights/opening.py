@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,3 +33,14 @@ def read_json(path: Path, fix: str) -> dict[str, Any]:
         raise GraftuneError(str(error), where=str(path), fix=fix) from None
     except OSError as error:
         raise GraftuneError(f"cannot be read ({error.strerror})", where=str(path), fix="check the file") from None
+
+
+@contextmanager
+def sensible(what: str, path: Path, fix: str) -> Iterator[None]:
+    """Turns what damaged values raise (text for a number, impossible numbers) into one message: `what` no sense."""
+    try:
+        yield
+    except GraftuneError:
+        raise
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise GraftuneError(f"{what} no sense ({error})", where=str(path), fix=fix) from None

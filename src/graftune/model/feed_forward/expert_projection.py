@@ -31,11 +31,9 @@ class ExpertWeights(Protocol):
     def nbytes(self) -> int: ...
     def matmul(self, x: torch.Tensor, starts: Starts, terms: Terms) -> torch.Tensor:
         """x [S, in] -> [S, out], a fresh tensor, with the terms added."""
-        ...
 
     def input_grad(self, grad: torch.Tensor, starts: Starts, terms: Terms) -> torch.Tensor:
         """grad [S, out] -> [S, in], a fresh tensor, with the terms added."""
-        ...
 
 
 class Several:

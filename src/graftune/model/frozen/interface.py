@@ -34,7 +34,6 @@ class RowSource(Protocol):
     def gather(self, ids: torch.Tensor) -> torch.Tensor: ...
     def values(self) -> torch.Tensor:
         """The whole tensor in its own shape: for vectors."""
-        ...
 
 
 class BlockSource(Protocol):
@@ -46,7 +45,6 @@ class BlockSource(Protocol):
     def dtype_name(self) -> str: ...
     def raw(self, start: int, stop: int) -> torch.Tensor:
         """[rows, bytes of a row] uint8, in the model's order."""
-        ...
 
 
 class Packed(RowSource, Protocol):
@@ -57,19 +55,15 @@ class Packed(RowSource, Protocol):
         """Dequantises rows from `start` on into out [rows, in]; `out` may have a row stride. `used` [E + 1] (int32):
         where the rows that E experts multiply begin, if this is all their weights; those without rows may be left
         out."""
-        ...
 
     def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The rows `ids` [T] -> [T, in]."""
-        ...
 
     def moved(self, place: Place) -> Packed:
         """The same with its tensors elsewhere (model/bundles.py)."""
-        ...
 
     def numbers(self) -> Iterator[torch.Tensor]:
         """Floats that are all finite exactly where all values are: of codes, their scales."""
-        ...
 
 
 class RowsByReading:
@@ -139,15 +133,12 @@ class Frozen(Protocol):
     def nbytes(self) -> int: ...
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in] -> x W' [T, out], a fresh tensor the caller may write to."""
-        ...
 
     def input_grad(self, grad: torch.Tensor) -> torch.Tensor:
         """grad [T, out] -> grad W [T, in]."""
-        ...
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Embedding lookup: [T] -> [T, in]."""
-        ...
 
 
 class Augmented(ABC):
