@@ -35,7 +35,7 @@ page-test: $(VENV)/page.stamp
 screenshots: $(VENV)/page.stamp
 	$(BIN)/python tools/screenshots.py
 
-# Masks over 10,000 chat templates that are made up at random, each with forty conversations; `make test` checks 32.
+# Masks over 10,000 chat templates that are made up at random, each with forty conversations; `make test` checks 16.
 test-templates: $(VENV)/test.stamp
 	GRAFTUNE_TEMPLATE_CASES=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/data/test_generated_templates.py
 

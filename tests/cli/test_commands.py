@@ -114,6 +114,7 @@ def test_schema_describes_every_setting(capsys: Capture) -> None:
     assert properties["schedule"]["enum"] == ["cosine", "linear", "constant"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_knows_the_flags(capsys: Capture, shell: str) -> None:
     assert main(["completion", shell]) == 0

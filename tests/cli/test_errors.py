@@ -139,7 +139,7 @@ MISTYPED = "graftune: unknown option --rnak; did you mean --rank?\n"
 FULL_DISK = "graftune: no space left; free some, or give another folder with --out\n"
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("command", "codes", "stderr"),
     [

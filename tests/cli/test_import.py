@@ -86,6 +86,7 @@ def here(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
     return folder
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_file_is_imported_and_trains(name: str, here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(here)

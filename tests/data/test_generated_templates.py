@@ -19,6 +19,7 @@ TEMPLATES = int(os.environ.get("GRAFTUNE_TEMPLATE_CASES", "32"))
 PARTS = 4 if TEMPLATES < 1000 else 200  # so that workers share them
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_generated_templates(part: int) -> None:
     for seed in range(part, TEMPLATES, PARTS):

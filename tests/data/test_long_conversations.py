@@ -85,14 +85,14 @@ def compared(seed: int, source: Any, monkeypatch: pytest.MonkeyPatch, *, calls: 
     return not isinstance(found[0], str)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
 def test_windows_find_what_whole_renderings_find(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = [compared(seed, shipped(name), monkeypatch) for seed in range(6)]
     assert any(made) or name in NO_END
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ODD)
 def test_templates_that_windows_do_not_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = with_template(ODD[name])
@@ -136,6 +136,7 @@ def rendered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield counts
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("limit", [1 << 20, 512, 64])
 @pytest.mark.parametrize("way", ["by turns", "one question", "calls"])
 def test_what_is_rendered_grows_with_the_turns(way: str, limit: int, rendered: list[int]) -> None:

@@ -180,6 +180,7 @@ def generated(rng: random.Random, number: int) -> dict[str, Any]:
     return {name: [*prompt, {**YES, "content": text}] for name, text in (("chosen", chosen), ("rejected", rejected))}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("template", ["{{ bos_token }}" + CHATML, None])
 def test_many_pairs_over_max_seq_len(template: str | None, tmp_path: Path) -> None:
     """Every kept pair has one prompt, and every pair is accounted for."""

@@ -32,7 +32,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return models.make_folder("qwen3_5-wide", tmp_path_factory.mktemp("wide") / "model")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "blocks"), [("F32", "F32"), ("Q8_0", "Q8_0"), ("Q4_K_M", "Q4_K")])
 def test_a_gguf_is_tuned_as_it_is_and_goes_out_as_a_folder(kind: str, blocks: str, wide: Path, tmp_path: Path) -> None:
     base = export(str(wide), "gguf", kind=kind, out=str(tmp_path / "base.gguf")).path

@@ -51,6 +51,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return request.param, folder, export(str(folder), "gguf", kind="F32", out=str(root / "m.gguf")).path
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("both", SPOKEN, indirect=True)
 def test_greedy_text_of_llama_cpp_is_ours(both: tuple[str, Path, Path]) -> None:
     """Over its cache. Where the two best are closer than its noise (gemma's gelu comes from a table over

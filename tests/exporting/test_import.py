@@ -72,7 +72,7 @@ UNEVEN = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", UNEVEN)
 def test_modules_that_differ_get_one_rank(kind: str, base: Path, tmp_path: Path) -> None:
     """Loaded, merged and written again, by all of which PEFT's own log-probabilities come out; and trained on."""
@@ -115,6 +115,7 @@ def test_an_adapter_for_another_base_is_refused_by_every_format(to: str, base: P
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("variant", ["qwen2", "llama-untied"])
 @pytest.mark.parametrize("saved", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
 def test_tables_trained_whole_are_merged_but_not_trained(saved: list[str], variant: str, tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Path
     return of
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("width", "kind"), [*((256, kind) for kind in COARSE), *((192, kind) for kind in LARGE_BLOCKS)]
 )

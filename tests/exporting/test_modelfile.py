@@ -115,7 +115,7 @@ def test_a_template_with_a_date_is_said() -> None:
     assert "prints the date" in notes[0] and "prints the date" in text
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "path", sorted((Path(__file__).parents[1] / "fixtures" / "chat_templates").glob("*.jinja")), ids=lambda p: p.stem
 )

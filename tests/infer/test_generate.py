@@ -156,7 +156,7 @@ def test_cached_logits_equal_the_whole_texts(ours: oracle.Ours, monkeypatch: pyt
     assert not (torch.tensor(starts) + 33 < torch.tensor(lengths)).any()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @KINDS
 def test_prompts_together_equal_one_by_one(ours: oracle.Ours) -> None:
     """Some end early, at a stop token, and leave the batch."""
@@ -190,7 +190,7 @@ def drawn(
     return answers
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @KINDS
 def test_a_sample_is_the_same_alone_and_in_any_batch(ours: oracle.Ours, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a group whose prompt is read once, in a place that others had before, after others ended, and as on CUDA."""

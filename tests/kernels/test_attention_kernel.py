@@ -75,6 +75,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "backward_tile", lambda width, dtype: kernel.Tile(16, 32, 4, 1))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("heads", "dtype", "window", "cap"),
     [((4, 2, 16), DTYPES[0], 0, 0.0), ((2, 1, 40), DTYPES[0], 5, 2.0), ((4, 1, 64), DTYPES[2], 7, 0.0)],
@@ -91,6 +92,7 @@ def test_grouped_heads_and_widths(heads, dtype, device):
     check((5, 1, 17, 0), heads, dtype, device, longest=20)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("lengths", "dtype"),
     [
@@ -105,16 +107,19 @@ def test_documents_across_tiles(lengths, dtype, device, small_tiles):
     check(lengths, (2, 1, 16), dtype, device, longest=max(lengths) + 20)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_document_longer_than_the_real_tiles(dtype, device):
     check((130 if dtype != torch.float32 else 66, 3), (2, 1, 16), dtype, device)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("window", [1, 3, 16, 20, 1000])
 def test_windows(window, device, small_tiles):
     check((50, 1, 0), (2, 1, 16), torch.float32, device, window=window)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("heads", "wanted"), [((4, 2, 40), 0), ((4, 2, 40), 1000), ((3, 1, 16), 0), ((3, 3, 16), 1000)]
 )
@@ -125,6 +130,7 @@ def test_query_heads_together_or_apart(heads, wanted, device, small_tiles, monke
     check((5, 33, 0), heads, torch.float32, device)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("heads", "dtype"), [((2, 1, 136), DTYPES[0]), ((2, 1, 512), DTYPES[0]), ((3, 1, 512), DTYPES[2])]
 )
@@ -162,6 +168,7 @@ def test_the_gradients_are_the_same_bits_every_time(device):
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("window", "cap", "dtype"), [(0, 1.5, DTYPES[0]), (9, 0.7, DTYPES[0]), (9, 50.0, DTYPES[1]), (0, 0.7, DTYPES[2])]
 )
@@ -190,6 +197,7 @@ def test_a_soft_cap_of_the_reference_equals_autograds():
         assert (got - x.grad).abs().max() < 1e-5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("heads", [(4, 2, 16), (1, 1, 32)])
 def test_stats_of_another_forward(heads, device, small_tiles):
     """[T, N] in natural logarithms, as cuDNN leaves them: the same gradients but for how logarithms are rounded."""

@@ -30,6 +30,7 @@ def never(self: Starts) -> None:
     raise AssertionError("the kernels read no count on the host")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("base_dtype", "lora", "recompute"),
     [("fp32", DOWN, "full"), ("nf4", ALL, "selective")],

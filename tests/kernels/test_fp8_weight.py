@@ -47,6 +47,7 @@ def share(given: Adapters, x: torch.Tensor, out: int) -> tuple[torch.Tensor, tor
     return h, y
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("size", "fused", "both"),
     [
@@ -92,6 +93,7 @@ def test_the_adapters_share_is_exact_to_a_percent(request, device, size, fused, 
         assert (got - exact).norm() <= 0.035 * exact.norm()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fused", [False, True])
 def test_fetched_codes_give_the_products_of_resident_ones(request, device, fused):
     """In a buffer that another block has used in between; the adapters' codes are copied beside them each time."""

@@ -164,6 +164,7 @@ def test_a_document_in_two_parts_is_the_whole(both, device, cut):
     assert torch.equal(final[1], given[1])
 
 
+@pytest.mark.few(1)
 def test_documents_do_not_see_each_other(both, device):
     """With slow decay, to the bit: another document in the middle changes nothing before and behind it. The kernels'
     results do not depend on the place of a document either; the reference's products may be divided differently."""

@@ -225,6 +225,7 @@ def test_what_is_not_finite_is_refused(bad, double):
         nf4.quantise(x, double=double)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("double", [True, False])
 def test_experts_are_one_weight(kernels_on, device, double):
     """Each with the codes and scales that it has alone; those without rows are left out."""

@@ -271,6 +271,7 @@ def test_the_loss_scale_over_many_steps(on, device, monkeypatch):
     assert run.count == steps - len(skips) and scale > 100
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("copy", "on"), [*((copy, True) for copy in COPIES), (COPIES[0], False)], ids=lambda value: str(value)
 )

@@ -19,7 +19,7 @@ MORE = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("variant", "lora", "dropout", "recompute"),
     [

@@ -75,6 +75,7 @@ def of(anchor: float) -> Loss:
     return Anchored(anchor) if anchor else CrossEntropy()
 
 
+@pytest.mark.few(4)
 @pairwise(
     ("variant", ["llama", "gemma2"]),  # gemma2 caps its logits
     ("anchor", [0.0, ANCHOR]),

@@ -24,6 +24,7 @@ from tests.losses.pairs import BETA, PAIRS, Dpo, pairs
 from tests.support import oracle, tiny
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("reference", "fixed"), [("base", True), ("start", False)])
 def test_dpo_is_one_class(reference: Literal["base", "start"], fixed: bool, tiny_folder: Callable[[str], Path]) -> None:
     """Loss, accuracy and every gradient over several micro-batches, against autograd over PEFT's model. The start is an

@@ -92,6 +92,7 @@ def by_torch(ours: oracle.Ours, folder: Path, data: list[Example], how: dict[str
     return total.detach(), ({name: value / tokens for name, value in figures.items()}, grads)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["grpo, sequence", "dapo, kl", "cispo", "importance_sampling"])
 def test_losses_are_autograds(name: str, model: Model, tmp_path: Path) -> None:
     ours, data = model("qwen3"), sampled.answers()

@@ -65,6 +65,7 @@ def test_families(variant, base_dtype, augmented, tiny_folder, monkeypatch):
     assert (EMBEDDING in bundles_of(fetched).bundles) is (HEAD in bundles_of(fetched).bundles) is (not tied)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("augmented", [False, True], ids=["apart", "augmented"])
 def test_gguf_blocks(augmented, monkeypatch):
     if augmented:
@@ -72,6 +73,7 @@ def test_gguf_blocks(augmented, monkeypatch):
     check(quantised.gguf_base("Q4_K", quantised.spec(256, layers=4), "Q6_K", "F16"), LORA, "keep")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("base_dtype", "augmented"), [("fp32", True), ("nf4", False)])
 def test_experts(base_dtype, augmented, tmp_path_factory, monkeypatch):
     if augmented:

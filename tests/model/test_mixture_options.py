@@ -1,5 +1,6 @@
 """Options of mixtures: routers, biases, units and shared experts. Outputs and every gradient against autograd over
-plain torch, where every expert computes every token and a mask picks; and the same step by the kernels."""
+plain torch, where every expert computes every token and a mask picks. tests/kernels/test_mixture_options_step.py has
+the same by the kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +17,6 @@ from graftune.model.feed_forward.router import RouterSpec
 from graftune.model.layer_spec import BranchPart, BranchSpec, LayerSpec
 from graftune.settings.config import LoraConfig
 from graftune.step.step import Step
-from tests.kernels.harness import same_gradients, through_kernels
 from tests.model.test_branches import DOCUMENTS, EXAMPLES, LAYERS, MIXING, WIDTH, Reference, Toy, close, norm, toy
 from tests.support.pairwise import pairwise
 
@@ -90,9 +90,10 @@ class Mixture(Reference):
         return self.scale * (x @ a.unflatten(0, (EXPERTS, -1))[expert].t()) @ b[expert].t()
 
 
-def made(kind: str, norms: bool = False) -> Toy:
+def made(kind: str, norms: bool = False, deep: bool = True) -> Toy:
+    """Layers without a mixture below one that has one, and with `deep` another with one at the bottom."""
     lora = LoraConfig(rank=3, alpha=6.0, targets=("all_linear",), train_norms=norms)
-    return toy((MIXTURES[kind], LAYERS["two branches"], MIXTURES[kind]), lora, full=False)
+    return toy((*[MIXTURES[kind]] * deep, LAYERS["two branches"], MIXTURES[kind]), lora, full=False)
 
 
 @pairwise(("kind", MIXTURES), ("norms", [False, True]), ("recompute", ["none", "selective", "full"]))
@@ -109,15 +110,3 @@ def test_outputs_and_gradients_are_autograds(kind: str, norms: bool, recompute: 
     for name, leaf in reference.trained.items():
         assert leaf.grad is not None and leaf.grad.any(), name
         close(ours.arena.view(name, ours.arena.grads), leaf.grad, name)
-
-
-@pytest.mark.parametrize("kind", ["biases, clamped", "sigmoid, shared", "gated shared"])
-def test_the_kernels_compute_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = made(kind).ours
-    loss, _ = plain.gradients(EXAMPLES)
-    through_kernels(monkeypatch)
-    ours = made(kind).ours
-    step = Step(ours.decoder, ours.arena, attention_backend="triton")
-    step.micro_step(pack(EXAMPLES, capacity=14, max_docs=3, max_rows=12))
-    assert float(step.loss_sum) == pytest.approx(loss, rel=1e-4)
-    same_gradients(ours.arena, ours.arena.grads, plain.arena.grads)

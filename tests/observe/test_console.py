@@ -252,7 +252,7 @@ def bar_of(total: int, pace: float) -> tuple[BarProgress, list[tuple[float, str]
     return progress, shown
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("total", "pace", "least", "most"),
     [(24, 10.0, 7, 9), (3000, 1.0, 18, 22), (86_400, 1.0, 140, 150), (20, 0.1, 1, 1)],

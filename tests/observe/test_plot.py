@@ -24,7 +24,7 @@ def log_of(run: Path, count: int) -> None:
             log.emit("step", step=step, loss=float("nan") if step == 2 else 2.0 / step, lr=1e-4)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("count", [0, 1, 2, 60])
 def test_draws_any_number_of_steps(tmp_path: Path, count: int) -> None:
     run = tmp_path / "a $title_^{ [x]"

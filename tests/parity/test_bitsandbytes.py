@@ -164,7 +164,7 @@ def same_values(theirs: Any, ours: Nf4, codes: torch.Tensor, state: Any, dtype: 
     return bool(((a == b) | half_up | lost).all())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("part", range(4))
 def test_random_tensors(theirs: Any, part: int) -> None:
     """240 in all; a thousand where more is asked for."""

@@ -208,6 +208,7 @@ def transformers_logits(folder: Path, documents: list[list[int]]) -> torch.Tenso
 FOLDERS = ["llama", "llama-untied", "llama-yarn", "qwen2", "qwen3", "mistral-window", "lfm2", "qwen3_5"]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("variant", FOLDERS)
 def test_transformers_loads_what_is_saved(variant: str, tiny_folder: Folder, tmp_path: Path) -> None:
     ours = oracle.whole(tiny_folder(variant))

@@ -139,6 +139,7 @@ def test_every_lora_gradient_equals_pefts(variant, lora, folder):
     assert adapted <= theirs.keys() and len(adapted) >= 2 * 2 * len(parameters_of(ours.base.spec, lora))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("variant", ["qwen3_moe", *moe.NEWER])
 def test_documents_of_a_batch_do_not_see_each_other(variant, folder):
     """Packed documents have the logits of documents alone, and other tokens in one leave those of the others."""
@@ -182,6 +183,7 @@ def test_recomputing_changes_nothing(variant, recompute, folder):
         assert torch.equal(ours.arena.view(name, ours.arena.grads), grad), name
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("variant", [*moe.OLDER, "qwen3_next", "glm4_moe"])
 def test_greedy_text_equals_transformers(variant, folder):
     """Fifty tokens with the cache, an adapter on everything, and no near-ties. Transformers reads the whole text at
@@ -215,6 +217,7 @@ def test_stacked_folder_reads_like_the_hubs(variant, folder, tmp_path):
     assert torch.equal(one.logits(docs), two.logits(docs))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("variant", "targets"),
     [

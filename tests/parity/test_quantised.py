@@ -72,7 +72,7 @@ def way(request, monkeypatch) -> type:
     return request.param
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_nf4_trains_as_its_dequantised_values_do(dropout, way, tiny_folder):
     base = open_base(str(tiny_folder("qwen2")))
@@ -84,7 +84,7 @@ def test_nf4_trains_as_its_dequantised_values_do(dropout, way, tiny_folder):
     assert trained(plain, 1)[0] != pytest.approx(trained(quantised.placed(base, LORA, "nf4"), 1)[0], rel=1e-3)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("kind", "table"), [("Q4_1", "Q8_0"), ("Q8_0", "F16"), ("Q4_K", "Q6_K"), ("IQ4_XS", "Q5_K")])
 def test_gguf_blocks_train_as_their_dequantised_values_do(kind, table, way):
     shape = quantised.spec(256 if kind in ("Q4_K", "IQ4_XS") else 64, tied=kind == "Q8_0")

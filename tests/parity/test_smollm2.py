@@ -46,6 +46,7 @@ def test_logits_equal_transformers(logits: torch.Tensor, smollm2_theirs: Any, do
     assert (logits - want).abs().max() < 1e-3  # measured: 0 on one thread, 1e-4 on two; both are 2e-4 from fp64
 
 
+@pytest.mark.thorough
 def test_kept_in_the_file_equals_resident(logits: torch.Tensor, smollm2: Path, documents: list[list[int]]) -> None:
     kept = oracle.ours(smollm2, base_dtype="keep")
     assert quantised.frozen_bytes(kept.decoder) < 110e6, "blocks stay as the file has them"
@@ -76,6 +77,7 @@ class Recorder(dict[str, Any]):
         return super().__getitem__(name)
 
 
+@pytest.mark.thorough
 def test_lora_gradients_equal_pefts(smollm2_ours: oracle.Ours, smollm2_theirs: Any, documents: list[list[int]]) -> None:
     """PEFT judges in fp64. SmolLM2's residual stream holds a few huge values, and thirty layers of fp32 rounding beside
     them show: measured against fp64, our worst tensor is 4e-5 off, and PEFT's in fp32 8e-4. The 1e-5 that the formulas

@@ -122,7 +122,7 @@ CASES = {
 }
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(7)
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")
 @pytest.mark.parametrize("name", CASES)
 def test_without_memory_is_with_memory_to_the_byte(name: str) -> None:
@@ -132,6 +132,7 @@ def test_without_memory_is_with_memory_to_the_byte(name: str) -> None:
     assert "saved activations" in foretold.phases["step"] or CASES[name].method == "full"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_answers_are_planned(device: str) -> None:
     """Before the first step, and on a GPU beside the graph's pool; many long prompts take turns."""
@@ -249,6 +250,7 @@ def test_policies_save_in_their_order() -> None:
     assert rehearse(gpu(kind="nf4", spec=deep)).owners["base"] < 0.5 * rehearse(gpu(spec=deep)).owners["base"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("make", "policy"), [(setup, "none"), (gpu, "none"), (gpu, "offload")])
 def test_a_few_layers_tell_of_all(make: Any, policy: str) -> None:
     def of(layers: int) -> Any:
@@ -269,6 +271,7 @@ def test_a_few_layers_tell_of_all_that_are_fetched(where: Any) -> None:
     assert abs(found.peak / whole.peak - 1) < 2e-3 and abs(found.host / max(1, whole.host) - 1) < 2e-2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("make", "policy"), [(setup, "none"), (gpu, "full")])
 def test_a_few_layers_of_two_kinds_tell_of_all(make: Any, policy: str) -> None:
     mixed = {"family": "lfm2", "convolutions": (0, 1, 3, 4, 6, 7, 9, 10), "head_width": 128}

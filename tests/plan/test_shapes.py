@@ -79,7 +79,7 @@ def described(made: Any) -> Any:
     return [described(one) for one in made] if isinstance(made, (list, tuple)) else made
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")
 @pytest.mark.parametrize("name", SETUPS)
 def test_rules_are_torchs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +114,7 @@ class Shaped(Anchored):
         return total + self.operation(log_probs).sum(), figures
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("of", [gpu, setup])
 def test_an_operation_without_a_rule_is_named(of: Callable[..., Setup]) -> None:
     """Once, by the plan; what a preference loss is made of has rules."""

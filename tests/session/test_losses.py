@@ -55,6 +55,7 @@ def test_a_loss_by_name(opened):
     assert stats.loss == pytest.approx(asked.evaluate(data).loss, rel=1e-5) and stats.figures["cross_entropy"] > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("loss", ["simpo", "dpo", "kto"])
 def test_preferences_in_a_session(opened, loss):
     """Records given to forward_backward, and batches of a data set: the loss and the figures of an evaluation."""
@@ -98,6 +99,7 @@ def test_a_loss_may_change_between_steps(opened):
 PAIRS = [{"prompt": f"Say {i}", "chosen": f"It is {i}.", "rejected": f"No: {i + 1}"} for i in range(6)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reference", ["base", "start"])
 def test_pairs_on_own_records(opened, reference):
     """A loss with fields and groups, planned for as it is: DPO starts at log 2, over micro-batches of whole pairs."""

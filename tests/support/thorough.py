@@ -16,7 +16,7 @@ import torch
 
 from tests.support import tiny
 
-THOROUGH = int(os.environ.get("GRAFTUNE_EXAMPLES", "25")) >= 1000
+THOROUGH = int(os.environ.get("GRAFTUNE_EXAMPLES", "15")) >= 1000
 
 # Folders and files whose products of parameters are thinned.
 THINNED = (
@@ -31,6 +31,7 @@ KINDS = {
     *("llama", "llama-untied", "qwen2", "gemma3", "phi3-far", "phi3-long", "granite"),
     *("lfm2", "qwen3_5", "muse_glimmer", "gemma4"),
 }
+DRAWN = 5  # of these, each test draws so many, and another test others
 EVERY_FAMILY = "tests/parity/test_transformers.py"
 
 
@@ -55,15 +56,27 @@ def _some(name: str, group: list[pytest.Item]) -> list[pytest.Item]:
     if len(group) < MANY:
         return group
     if not name.startswith(EVERY_FAMILY):
-        group = [item for item in group if not _stood_for(item)] or group
+        group = _some_kinds(name, [item for item in group if not _stood_for(item)] or group)
     return _each_value(name, group) if name.startswith(THINNED) else group
 
 
 def _stood_for(item: pytest.Item) -> bool:
     """Whether another family's case stands for this one."""
-    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    named = {value for value in values if isinstance(value, str) and value.partition("-")[0] in tiny.FAMILIES}
+    named = _families(item)
     return bool(named) and not named & KINDS
+
+
+def _some_kinds(name: str, group: list[pytest.Item]) -> list[pytest.Item]:
+    """The cases of a few families, and those that name none."""
+    named = sorted({family for item in group for family in _families(item)})
+    drawn = set(random.Random(name).sample(named, min(DRAWN, len(named))))
+    return [item for item in group if _families(item) <= drawn]
+
+
+def _families(item: pytest.Item) -> set[str]:
+    """The families and variants that a case's parameters name."""
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return {value for value in values if isinstance(value, str) and value.partition("-")[0] in tiny.FAMILIES}
 
 
 def _each_value(name: str, group: list[pytest.Item]) -> list[pytest.Item]:

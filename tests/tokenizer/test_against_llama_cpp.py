@@ -46,6 +46,7 @@ def judge(smollm_path: Path) -> LlamaCpp:
     return LlamaCpp(smollm_path)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("special", [True, False])
 def test_default_base(smollm: Tokenizer, judge: LlamaCpp, special: bool) -> None:
     texts = random_texts(1000 if THOROUGH else 250, seed=11 + special, extra=(*MARKS, "\x1d", "\x00"))
@@ -97,7 +98,7 @@ def rule_texts() -> list[str]:
     return [*(TELLING if THOROUGH else TELLING[:1]), MARKS[0].join([*TELLING, *texts])]
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(14)
 @pytest.mark.parametrize("name", RULES)
 def test_pre_tokenizers(name: str, by_rule: Callable[[str], tuple[Tokenizer, LlamaCpp]], rule_texts: list[str]) -> None:
     ours, judge = by_rule(name)

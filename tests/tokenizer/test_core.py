@@ -62,6 +62,7 @@ def test_round_trip_scores(spm: Tokenizer, text: str) -> None:
     assert spm.decode(spm.encode(text, special=False)) == text
 
 
+@pytest.mark.few(2)
 @ANY
 @QUICK
 @given(text=MIXED)
@@ -78,6 +79,7 @@ def test_offsets_cover_the_text_in_order(made: dict[str, Tokenizer], source: str
         assert offsets[0][0] == 0
 
 
+@pytest.mark.few(2)
 @ANY
 @QUICK
 @given(texts=st.lists(st.one_of(MIXED, st.text("ab <>|_/sé\n", max_size=30)), max_size=5), data=st.data())

@@ -46,6 +46,7 @@ def test_the_table_of_the_document_is_what_is_chosen() -> None:
     assert all(steps >= auto.TOO_FEW for steps, _, _ in made.values())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("parameters", "method", "lr", "tokens"),
     [

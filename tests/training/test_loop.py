@@ -289,6 +289,7 @@ def test_waits_are_marked_in_a_trace(tiny_folder, tmp_path: Path) -> None:
     assert "record_function" not in type(spans.marked("evaluate")).__name__, "no marks without a profiler"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("many", [9, 4])
 def test_a_trace_of_some_steps(tiny_folder, tmp_path: Path, many: int, capsys) -> None:
     config = settings(tiny_folder("llama-shallow"), tmp_path / "run", max_steps=many, eval_every=2, trace_steps=3)

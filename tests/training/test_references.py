@@ -56,6 +56,7 @@ def fail(*_: Any, **__: Any) -> None:
     raise AssertionError("computed again")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("loss", ["dpo", "anchored", "kto"])
 def test_stored_is_each(loss: str, trained: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """In steps and evaluations; only KTO, whose answers change places, computes a reference in them."""
@@ -69,6 +70,7 @@ def test_stored_is_each(loss: str, trained: Callable[..., Path], monkeypatch: py
     assert abs(each[5]["loss"] - each[0]["loss"]) > 0.01, "the adapters have moved away from the reference"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reference_pass", ["stored", "each"])
 def test_resumed_is_straight(
     reference_pass: str, trained: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -132,6 +134,7 @@ def opened_dpo(tiny_folder):
         yield session, references.with_references(data.examples, session.loss, session.config.train)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", [{"compute_dtype": "bf16"}, {"compute_dtype": "fp16"}, {"base_dtype": "nf4"}])
 def test_other_dtypes(how: dict[str, str], tiny_folder) -> None:
     """The pairs are learnt, with the numbers of the stored pass close to those of a step's own."""
@@ -147,6 +150,7 @@ def test_other_dtypes(how: dict[str, str], tiny_folder) -> None:
             assert torch.isfinite(session.parts.arena.weights).all()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("which", ["", "@best"])
 def test_a_finished_run_is_evaluated_against_its_start(which: str, trained: Callable[..., Path]) -> None:
     """As its last evaluation was, from the adapter or from a checkpoint; the base gives other figures."""

@@ -333,6 +333,7 @@ def test_a_checkpoint_is_whole_or_absent(same_step: bool, tmp_path: Path, monkey
     assert tried > 8
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("there_is_one", [False, True])
 def test_an_adapter_is_the_old_or_the_new(
     there_is_one: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_folder

@@ -55,6 +55,7 @@ def close(got: torch.Tensor, want: torch.Tensor) -> bool:
     return got.shape == want.shape and bool((got - want).abs().max() < 1e-4)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("variant", "settings"),
     [
@@ -86,6 +87,7 @@ def test_peft_loads_ours(variant: str, settings: dict[str, Any], tiny_folder: An
     assert torch.equal(logits(again, tokens), got)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("variant", "settings"),
     [

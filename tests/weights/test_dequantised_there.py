@@ -38,6 +38,7 @@ def only_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GgufTensor, "read", refused)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_numbers(sources, request: pytest.FixtureRequest, dtype: torch.dtype) -> None:
     wanted = {name: source.read(0, source.shape[0]) for name, source in sources.items()}

@@ -84,6 +84,7 @@ def spread(scales: torch.Tensor, weight: torch.Tensor, rows: int, columns: int) 
     return scales.view(down, across)[down_index][:, torch.arange(weight.shape[1]) // columns]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_logits(kind: str, tiny_folder: Any, tmp_path: Path) -> None:
     expected = make(tmp_path / "m", tiny_folder("qwen2"), kind)
