@@ -49,7 +49,7 @@ plot = importlib.import_module("graftune.observe.plot")
 
 # Files and folders of tests/, the longest first; see pytest_collection_modifyitems.
 LONGEST = (
-    *("dist/", "two_ways/test_resume.py", "page/", "exporting/test_smollm2.py", "plan/test_plan_resident.py"),
+    *("dist/", "two_ways/test_resume", "page/", "exporting/test_smollm2.py", "plan/test_plan_resident.py"),
     *("parity/test_llama_cpp.py", "weights/test_hub.py", "kernels/test_whole_step.py", "parity/test_smollm2.py"),
     *("training/test_reserve.py", "weights/test_memory.py", "parity/test_quantised.py", "bad_input/test_disk.py"),
     *(

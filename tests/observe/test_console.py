@@ -6,8 +6,6 @@ import io
 import itertools
 import json
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -285,19 +283,6 @@ def test_a_quiet_progress_still_measures() -> None:
         bar.update(1, tokens=10)
         assert bar.meter.tok_s > 0
     assert err.getvalue() == ""
-
-
-def test_plain_output_loads_neither_rich_nor_matplotlib() -> None:
-    code = (
-        "import sys\n"
-        "for name in ('rich', 'matplotlib', 'cyclopts', 'yaml'): sys.modules[name] = None\n"
-        "from graftune.observe import console, events, memory, plot, speed\n"
-        "c = console.Console()\n"
-        "c.table('t', ('a',), [(1,)]); c.side_by_side('s', [console.AnswerRow('p', 'b')])\n"
-        "with c.progress(1) as p: p.update(1, loss=1.0)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_work_that_reports_often_writes_before_the_heartbeat() -> None:

