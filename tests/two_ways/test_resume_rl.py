@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,16 @@ def test_killed_and_resumed_is_straight(killed: Killed, place: str, tmp_path: Pa
     assert killed.run("rl", "--resume", str(run)) == 0, killed.said()
     assert adapter_bytes(run) == adapter_bytes(killed.straight)
     assert logged(run) == logged(killed.straight)
+
+
+def test_a_checkpoint_within_an_earlier_round_has_its_answers(killed: Killed, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    line = [*killed.line, "--save-every", "1", "--out", str(run)]
+    assert killed.run(*line, die_at=("update_step", 4)) == -signal.SIGKILL, killed.said()
+    for step in (2, 3):
+        shutil.rmtree(run / "checkpoints" / f"step-{step}")
+    assert killed.run("rl", "--resume", str(run)) == 0, killed.said()
+    assert adapter_bytes(run) == adapter_bytes(killed.straight) and logged(run) == logged(killed.straight)
 
 
 def test_answers_that_are_gone_are_sampled_anew(killed: Killed, tmp_path: Path) -> None:

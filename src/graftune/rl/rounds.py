@@ -1,8 +1,9 @@
 """A round: prompts, the answers that were sampled to them, their rewards and advantages, and its figures.
 
 It is written to round.json before the first update, so that a run that is stopped or killed between two updates of a
-round goes on with the same answers: the weights that sampled them are gone by then. Samples follow from the seed, the
-round and the weights, so a round that was never written is drawn again as it was.
+round goes on with the same answers: the weights that sampled them are gone by then. The file also keeps earlier rounds
+within which a checkpoint was written. Samples follow from the seed, the round and the weights, so a round that was
+never written is drawn again as it was.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -60,17 +61,23 @@ class Round:
     shown: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # best and worst answers
     failed: dict[str, str] = field(default_factory=dict)  # the first error of each reward function that failed
 
-    def save(self, folder: Path) -> None:
-        write_file(folder / FILE, json.dumps(asdict(self)))
+    def save(self, folder: Path, updates: int, checkpoints: Collection[int]) -> None:
+        """`checkpoints`: their steps. Rounds of so many updates that one of them lies within are kept."""
+        earlier = [one for one in _stored(folder) if one["step"] != self.step]
+        kept = [one for one in earlier if any(0 < step - one["step"] < updates for step in checkpoints)]
+        write_file(folder / FILE, json.dumps([*kept, asdict(self)]))
 
     @staticmethod
     def load(folder: Path, step: int) -> Round | None:
-        """The stored round, if it is the one that begins after `step` steps."""
-        try:
-            found = json.loads((folder / FILE).read_bytes())
-        except (OSError, ValueError):  # it was never written
-            return None
-        return Round(**found) if found.get("step") == step else None
+        """The stored round that begins after `step` steps, if there is one."""
+        return next((Round(**one) for one in _stored(folder) if one["step"] == step), None)
+
+
+def _stored(folder: Path) -> list[dict[str, Any]]:
+    try:
+        return list(json.loads((folder / FILE).read_bytes()))
+    except (OSError, ValueError):  # it was never written
+        return []
 
 
 def draw(

@@ -29,6 +29,7 @@ from graftune.training.hooks import Hook, RunState
 from graftune.training.resume import identity, run_length, write_start
 from graftune.training.run import Run, RunLength
 from graftune.training.trackers import Callback
+from graftune.weights import checkpoint
 
 FIGURES = (
     "reward", "reward_std", "answer_tokens", "truncated", "skipped_groups", "reward_failed", "sample_tok_s", "sample_s",
@@ -87,7 +88,7 @@ class PolicyRun(Run):
                 seed = self.plan.seed_of(p.epoch, number)
                 how = self.session, self.parts.config, chosen, prepared.rewards, state.check_stop
                 found = rounds.draw(*how, step=p.step - done, seed=seed)
-            found.save(state.folder)
+            found.save(state.folder, self.plan.updates, checkpoint.steps(self.checkpoints.folder))
         if not done:  # a resume takes back what the log says about later steps
             state.report.log.emit("answers", step=p.step + 1, **found.shown)
             self._report_failures(found)
