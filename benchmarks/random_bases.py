@@ -13,11 +13,11 @@ from typing import Any, cast
 
 import torch
 from benchmarks.cases import BLOCKS, Case
+from benchmarks.synthetic import STD, random_base
 
 from graftune.kernels.gguf_dequant import KINDS, reference, row_bytes
 from graftune.model.families import from_config
 from graftune.weights.base import Base
-from graftune.weights.synthetic import STD, random_base
 
 # Bytes of a block where its fp16 scales begin, and what each is of the first for values of mean zero.
 SCALES: dict[str, tuple[tuple[int, float], ...]] = {

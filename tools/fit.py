@@ -17,10 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.synthetic import random_base
+
 from graftune.model.families import from_config
 from graftune.plan.job import CONTEXT_BYTES, Job, any_data, runtime_for
 from graftune.settings.config import Config
-from graftune.weights.synthetic import random_base
 
 PATH = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "fit.json"
 LENGTH = 2048

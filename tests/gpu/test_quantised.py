@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.synthetic import random_base
 
 from graftune.api import train
 from graftune.data.pack import pack
@@ -21,7 +22,6 @@ from graftune.step.pipeline import DevicePipeline
 from graftune.step.step import Step
 from graftune.weights.base import Base, default_base
 from graftune.weights.load import scratch_values
-from graftune.weights.synthetic import random_base
 from tests.gpu.test_step import HYPER, SHAPE, examples
 from tests.support import oracle, quantised
 from tests.training.runs import write_data

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.synthetic import random_base
 
 from graftune.infer import generate
 from graftune.infer.cache import CacheShape, CacheSize
@@ -17,7 +18,6 @@ from graftune.kernels.attention import choose, for_any_shape
 from graftune.model.decoder import PackedDocuments
 from graftune.model.lora import initialise
 from graftune.settings.config import LoraConfig
-from graftune.weights.synthetic import random_base
 from tests.support import oracle, specs, tiny
 
 pytestmark = pytest.mark.gpu

@@ -7,6 +7,7 @@ import gc
 
 import pytest
 import torch
+from benchmarks.synthetic import random_base
 
 from graftune.batch import Example
 from graftune.data.pack import pack
@@ -19,7 +20,6 @@ from graftune.model.lora import initialise
 from graftune.settings.config import LoraConfig
 from graftune.step.pipeline import pipeline_for
 from graftune.step.step import Step
-from graftune.weights.synthetic import random_base
 from tests.support import oracle, specs
 
 pytestmark = pytest.mark.gpu

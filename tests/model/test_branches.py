@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from benchmarks.synthetic import random_base
 from torch.nn.functional import cross_entropy, silu
 
 from graftune.batch import Example
@@ -32,7 +33,6 @@ from graftune.settings.config import LoraConfig
 from graftune.step.step import Step
 from graftune.weights.load import build_decoder
 from graftune.weights.placement import Placement
-from graftune.weights.synthetic import random_base
 from tests.support.generate import generate
 from tests.support.oracle import Ours
 from tests.support.pairwise import pairwise

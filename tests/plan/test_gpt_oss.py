@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from benchmarks.cases import SHAPES
 from benchmarks.random_bases import with_mxfp4_experts
+from benchmarks.synthetic import random_base
 
 from graftune.model.families import from_config
 from graftune.plan import Plan, cards
 from graftune.plan.job import Job, any_data, runtime_for
 from graftune.settings.config import Config
-from graftune.weights.synthetic import random_base
 
 LENGTH = 2048
 SIZES = {"20b": (24, 32), "120b": (36, 128)}  # layers and experts

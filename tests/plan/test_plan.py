@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.synthetic import random_base
 
 from graftune.batch import Example
 from graftune.data.dataset import Dataset
@@ -41,7 +42,6 @@ from graftune.training import prepare
 from graftune.weights import placement
 from graftune.weights.base import open_base
 from graftune.weights.placement import Placement
-from graftune.weights.synthetic import random_base
 from tests.losses.pairs import Dpo
 from tests.support import specs
 from tests.support.real_rehearsal import rehearse_real

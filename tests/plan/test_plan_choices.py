@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.synthetic import random_base
 
 from graftune.cli import main
 from graftune.errors import GraftuneError
@@ -20,7 +21,6 @@ from graftune.observe.events import read_events
 from graftune.plan import Bytes, Setup, cards, job, rehearse, transfer
 from graftune.settings.config import Config
 from graftune.training import prepare
-from graftune.weights.synthetic import random_base
 from tests.support import specs
 from tests.support.rehearsed_once import key_of
 from tests.training.runs import write_data

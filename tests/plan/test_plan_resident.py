@@ -93,7 +93,7 @@ from graftune.plan import Setup, libraries, rehearse
 from graftune.plan.job import HEAP_SHARE
 from tests.support.real_rehearsal import rehearse_real
 from graftune.weights.placement import Placement
-from graftune.weights.synthetic import random_base
+from benchmarks.synthetic import random_base
 
 cpu = torch.device("cpu")
 def spec(**more):

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from benchmarks.synthetic import random_base
 
 from graftune.model.families import from_config
 from graftune.model.frozen.tensor_rows import TensorRows
 from graftune.model.spec import ModelSpec
 from graftune.tokenizer import Tokenizer
 from graftune.weights.base import Base
-from graftune.weights.synthetic import random_base
 from tests.support import specs, tiny
 
 DIFFERENT = (

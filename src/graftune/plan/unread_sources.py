@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,17 +10,15 @@ import torch
 
 from graftune.model.frozen.interface import CheckpointWeight
 from graftune.plan.counting import MAPPED, Tally
-from graftune.weights.synthetic import RandomRows
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8, "I8": torch.int8}
 
 
 def unread(tensors: Mapping[str, Any], device: torch.device, tally: Tally) -> dict[str, Any]:
-    """The same sources without contents; random ones are drawn on `device`, since they need no file."""
+    """The same sources without contents. Those that are made on a device and need no file (`on`) are made on this
+    one."""
     return {
-        name: dataclasses.replace(source, device=device)
-        if isinstance(source, RandomRows)
-        else _without_contents(source, tally)
+        name: source.on(device) if hasattr(source, "on") else _without_contents(source, tally)
         for name, source in tensors.items()
     }
 

@@ -36,7 +36,7 @@ PREDICTION = "mtp."  # a folder's blocks that predict further tokens
 class Base:
     name: str  # as the user gave it
     path: Path
-    kind: str  # gguf | safetensors | config (no weights: a model to train from scratch) | random (of synthetic.py)
+    kind: str  # gguf | safetensors | config (no weights: a model to train from scratch)
     spec: ModelSpec
     tokenizer: tok.Tokenizer
     tensors: Mapping[str, RowSource] = field(repr=False)  # by our names

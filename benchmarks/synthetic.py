@@ -1,8 +1,8 @@
-"""A base of random weights of a given shape, drawn on the device: for benchmarks and plans, where only sizes matter."""
+"""A base of random weights of a given shape, drawn on the device: for benchmarks and tests, where only sizes matter."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tokenizers
@@ -27,6 +27,10 @@ class RandomRows:
     def nbytes(self) -> int:
         return 0
 
+    def on(self, device: torch.device) -> RandomRows:
+        """For a plan, which draws them without memory."""
+        return replace(self, device=device)
+
     def read(self, start: int, stop: int) -> torch.Tensor:
         return torch.randn(stop - start, *self.shape[1:], device=self.device).mul_(STD)
 
@@ -40,5 +44,5 @@ class RandomRows:
 def random_base(spec: ModelSpec, device: torch.device) -> Base:
     """The base; its tokenizer has one word, since tokens are drawn as numbers."""
     tensors = {name: RandomRows(shape, device) for name, shape in tensor_shapes(spec)}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"unknown": 0}, unk_token="unknown"))  # noqa: S106 (a token of text)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"unknown": 0}, unk_token="unknown"))
     return Base("random", Path("random"), "random", spec, Tokenizer(words), tensors)
