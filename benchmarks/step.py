@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from benchmarks.synthetic import dataset_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -141,12 +142,11 @@ def packed(case: Case, parts: Parts) -> list[list[PackedBatch]]:
 
 def held(case: Case, parts: Parts) -> Examples:
     """All documents of a case, with the reference's log-probabilities if they are stored."""
-    from graftune.data.dataset import Dataset
     from graftune.session.references import with_references
     from graftune.step.evaluate import reference_pass
 
     documents = [one for batch in cases.documents(case) for micro in batch for one in micro]
-    examples = Dataset.of(documents, kind=parts.loss.data).examples
+    examples = dataset_of(documents, kind=parts.loss.data).examples
     if case.reference != "stored":
         return examples
     examples = with_references(examples, parts.loss, parts.config.train)
@@ -199,11 +199,10 @@ def _drop(figures: object) -> None:
 
 def api(case: Case, device: torch.device) -> measure.Runner:
     """A loop written with the Python API over the same data: loader, staging and figures are the session's own."""
-    from graftune.data.dataset import Dataset
 
     session = opened(case, device, epochs=1.0)
     arena = session.parts.arena
-    data = Dataset.of([row for batch in cases.documents(case) for micro in batch for row in micro] * 64)
+    data = dataset_of([row for batch in cases.documents(case) for micro in batch for row in micro] * 64)
     batches = (batch for _ in count() for batch in session.batches(data))
     given = case.hyper
 

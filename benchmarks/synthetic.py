@@ -1,13 +1,21 @@
-"""A base of random weights of a given shape, drawn on the device: for benchmarks and tests, where only sizes matter."""
+"""Bases and data sets without files, for benchmarks and tests: random weights of a given shape, drawn on the device,
+and examples in memory."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tokenizers
 import torch
 
+from graftune.batch import Example
+from graftune.data.dataset import Dataset
+from graftune.data.encoded import Examples
+from graftune.data.kind import ANSWERS, DataKind
+from graftune.data.summary import Summary
+from graftune.data.writer import NewExample, StoreWriter
 from graftune.model.spec import ModelSpec
 from graftune.tokenizer import Tokenizer
 from graftune.weights.base import Base, tensor_shapes
@@ -46,3 +54,19 @@ def random_base(spec: ModelSpec, device: torch.device) -> Base:
     tensors = {name: RandomRows(shape, device) for name, shape in tensor_shapes(spec)}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"unknown": 0}, unk_token="unknown"))
     return Base("random", Path("random"), "random", spec, Tokenizer(words), tensors)
+
+
+def dataset_of(
+    examples: Sequence[Example],
+    prompts: Sequence[str] = (),
+    references: Sequence[str] = (),
+    path: str = "",
+    kind: DataKind = ANSWERS,
+) -> Dataset:
+    """From examples in memory; `kind` says what their records are."""
+    none = [""] * len(examples)
+    writer = StoreWriter(1 + max((max(e.tokens, default=0) for e in examples), default=0))
+    texts = zip(examples, prompts or none, references or none, strict=True)
+    writer.add([NewExample(example, ask, answer, []) for example, ask, answer in texts])
+    store = writer.in_memory(kind=kind.name)
+    return Dataset(Examples(store), Summary(), "", path).subset(range(len(examples)))

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.synthetic import dataset_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -149,7 +150,7 @@ def dataset(rows: list[int]) -> Dataset:
 
     examples = [Example([1, 2, 3 + i], [False, True, True], row) for i, row in enumerate(rows)]
     names = [str(i) for i in range(len(rows))]
-    return Dataset.of(examples, names, names, path="data.jsonl")
+    return dataset_of(examples, names, names, path="data.jsonl")
 
 
 @settings(max_examples=100, deadline=None)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.synthetic import dataset_of
 
 from graftune.batch import Example
 from graftune.data.dataset import Dataset
@@ -211,10 +212,10 @@ def test_many_pairs_over_max_seq_len(template: str | None, tmp_path: Path) -> No
 
 def test_pairs_are_counted_as_pairs() -> None:
     """Both answers of a pair are examples; what is said of the data counts pairs."""
-    pairs = Dataset.of([Example([1, 2], [False, True], group=i // 2) for i in range(6)], kind=PAIRS)
+    pairs = dataset_of([Example([1, 2], [False, True], group=i // 2) for i in range(6)], kind=PAIRS)
     assert len(pairs) == 6 and pairs.count == "3 pairs" and pairs.subset([0, 1]).count == "1 pair"
     assert repr(pairs).startswith("Dataset(3 pairs, ") and unit_of(pairs.examples) == "answers"
-    alone = Dataset.of([Example([1, 2], [False, True])])
+    alone = dataset_of([Example([1, 2], [False, True])])
     assert (
         alone.count == "1 example" and unit_of(alone.examples) == "examples" and alone.subset([]).count == "0 examples"
     )

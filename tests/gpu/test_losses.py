@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.synthetic import dataset_of
 
 from graftune.batch import Example
-from graftune.data.dataset import Dataset
 from graftune.data.encoded import Examples
 from graftune.data.loader import Loader
 from graftune.data.pack import pack
@@ -72,7 +72,7 @@ def test_like_on_a_cpu(loss: Loss, tiny_folder) -> None:
 
 def referenced(data: list[Example], loss: Loss) -> Examples:
     """The data with stored log-probabilities of a reference model, here random ones."""
-    examples = Dataset.of(data, kind=loss.data).examples
+    examples = dataset_of(data, kind=loss.data).examples
     store = examples.store.with_reference("base", per_token=False)
     assert store.reference is not None
     store.reference[:] = np.random.default_rng(3).normal(-40, 5, len(store.reference))

@@ -10,9 +10,9 @@ from typing import Literal
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.synthetic import dataset_of
 
 from graftune.batch import Example
-from graftune.data.dataset import Dataset
 from graftune.data.loader import Loader
 from graftune.errors import GraftuneError
 from graftune.losses import CrossEntropy
@@ -97,7 +97,7 @@ def test_groups_are_the_datas(tiny_folder: Callable[[str], Path]) -> None:
 def test_a_loss_takes_its_own_kind() -> None:
     """Cross-entropy would train on rejected answers."""
     data = pairs(3)
-    stored, answers = Dataset.of(data, kind=PAIRS), Dataset.of([Example([1, 2], [False, True])])
+    stored, answers = dataset_of(data, kind=PAIRS), dataset_of([Example([1, 2], [False, True])])
     assert stored.kind == "pairs of answers" and len(Dpo().layout(stored.examples).fields) == 3
     with pytest.raises(GraftuneError, match="CrossEntropy takes answers, and this data holds pairs of answers"):
         CrossEntropy().layout(stored.examples)

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.synthetic import dataset_of
+
 from graftune.batch import Example
 from graftune.data.dataset import Dataset, prepare
 from graftune.data.encoded import has_weights, take, weight_sums_of, weights_of
@@ -89,7 +91,7 @@ def test_stored_weights_are_those_that_were_made() -> None:
         Example([5, 6, 7, 8], [False, True, False, True], 2),
         Example([5, 6, 7, 8], [True, True, True, True], 3, [0.25] * 4),
     ]
-    data = Dataset.of(made)
+    data = dataset_of(made)
     assert list(data.examples) == made and has_weights(data.examples)
     assert weight_sums_of(data.examples).tolist() == weight_sums_of(made).tolist() == [2.5, 2.0, 0.75]
     assert weights_of(data.examples).tolist() == weights_of(made).tolist() == [9, 0.5, 7, 2, 1, 1, 1, 1] + [0.25] * 4

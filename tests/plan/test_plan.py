@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.synthetic import random_base
+from benchmarks.synthetic import dataset_of, random_base
 
 from graftune.batch import Example
-from graftune.data.dataset import Dataset
 from graftune.data.encoded import Examples
 from graftune.data.pack import Capacities
 from graftune.errors import GraftuneError
@@ -175,7 +174,7 @@ def test_samples_are_planned_beside_training(device: str) -> None:
 
 def test_passes_of_a_reference_are_planned() -> None:
     """Stored ones have a phase of their own; the graph of KTO's sums ahead of a step lies in the pool of the step's."""
-    loss, pairs = preference.Dpo(), Dataset.of(PAIRED, kind=preference.PAIRS).examples
+    loss, pairs = preference.Dpo(), dataset_of(PAIRED, kind=preference.PAIRS).examples
     held = Examples(pairs.store.with_reference("base", per_token=False))
     each, stored = (rehearse(gpu(loss=loss, layout=loss.layout(examples))) for examples in (pairs, held))
     assert "reference" not in each.phases and sum(stored.phases["reference"].values()) > sum(

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.floor import flops
+from benchmarks.synthetic import dataset_of
 
 from graftune import spans
 from graftune.api import train
 from graftune.batch import Example
-from graftune.data.dataset import Dataset
 from graftune.data.encoded import Examples
 from graftune.data.pack import Capacities
 from graftune.data.pairs import PAIRS
@@ -386,7 +386,7 @@ def test_the_passes_of_a_reference_are_counted() -> None:
     weights = counted(full=True) - counted()
     attention = (counted() - 2 * weights) / 7
     assert attention > 0 and counted(forwards=3) - counted() == pytest.approx(3 * (weights + 2 * attention))
-    data = Dataset.of([Example([1, 2], [False, True], group=i // 2) for i in range(4)], kind=PAIRS).examples
+    data = dataset_of([Example([1, 2], [False, True], group=i // 2) for i in range(4)], kind=PAIRS).examples
     held = {"": data, "stored": Examples(data.store.with_reference("base", per_token=False))}
     for stored, want in (("", [0, 1, 3]), ("stored", [0, 0, 2])):
         found = []

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from graftune.batch import Example
 from graftune.data import cached
 from graftune.data.encoded import Examples, groups_of, short
 from graftune.data.kind import ANSWERS, DataKind
@@ -30,7 +29,7 @@ from graftune.data.row_encoder import CHUNK_ROWS, RowEncoder
 from graftune.data.source import SourceFile, digest_of, rows, sources
 from graftune.data.summary import Summary, counted, nothing_usable
 from graftune.data.token_text import as_html
-from graftune.data.writer import NewExample, StoreWriter
+from graftune.data.writer import StoreWriter
 from graftune.errors import GraftuneError
 from graftune.io.files import open_plain
 from graftune.observe.console import Console
@@ -82,23 +81,6 @@ class Dataset:
         """A notebook shows the first examples, with the trained text marked."""
         shown = "" if self.tokenizer is None else as_html(self.examples[:3], self.tokenizer)
         return f"<div>{html.escape(repr(self))}</div>{shown}"
-
-    @staticmethod
-    def of(
-        examples: Sequence[Example],
-        prompts: Sequence[str] = (),
-        references: Sequence[str] = (),
-        messages: Sequence[list[Message]] = (),
-        path: str = "",
-        kind: DataKind = ANSWERS,
-    ) -> Dataset:
-        """From examples in memory; `kind` says what their records are."""
-        none = [""] * len(examples)
-        writer = StoreWriter(1 + max((max(e.tokens, default=0) for e in examples), default=0))
-        texts = zip(examples, prompts or none, references or none, messages or [[] for _ in examples], strict=True)
-        writer.add([NewExample(example, ask, answer, turns) for example, ask, answer, turns in texts])
-        store = writer.in_memory(kind=kind.name)
-        return Dataset(Examples(store), Summary(), "", path).subset(range(len(examples)))
 
     def __len__(self) -> int:
         return len(self.examples)
