@@ -156,6 +156,8 @@ def test_samples(opened):
     session = opened()
     first, second = session.sample(["Say 1", "Say 22"], n=3, max_new_tokens=6, seed=5, temperature=20.0)
     assert len(first) == len(second) == 3 and len({tuple(s.tokens) for s in (*first, *second)}) > 3
+    (alone,) = session.sample("Say 22", n=2, max_new_tokens=6, seed=5, temperature=20.0)  # no matter what else is drawn
+    assert [one.tokens for one in alone] == [one.tokens for one in second[:2]]
     for sample in first:
         assert len(sample.logprobs) == len(sample.tokens) and all(value <= 0 for value in sample.logprobs)
     again = session.sample(["Say 1", "Say 22"], n=3, max_new_tokens=6, seed=5, temperature=20.0)

@@ -255,6 +255,12 @@ def test_a_short_call_captures_one_size(llama: oracle.Ours, monkeypatch: pytest.
     assert found[0] == found[1] and len(found[0]) == 20
 
 
+def test_a_growing_chat_rarely_needs_a_new_cache(tiny_folder: Any) -> None:
+    with graftune.open(tiny_folder("llama"), quiet=True, device="cpu") as session:
+        found = [session.parts.sampler([[1] * length], 4) for length in range(20, 240, 20)]
+    assert len(set(found)) <= 4
+
+
 def test_calls_keep_the_sampler_and_two_at_a_time_do_not_mix(tiny_folder: Any) -> None:
     run = graftune.open(str(tiny_folder("llama")), compute_dtype="fp32", device="cpu", quiet=True)
     want = run.generate(["hello", "you"], max_new_tokens=12)

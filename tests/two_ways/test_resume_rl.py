@@ -92,10 +92,11 @@ def test_killed_and_resumed_is_straight(killed: Killed, place: str, tmp_path: Pa
 
 def test_a_checkpoint_within_an_earlier_round_has_its_answers(killed: Killed, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    line = [*killed.line, "--save-every", "1", "--out", str(run)]
+    line = [*killed.line, "--save-every", "1", "--keep-last", "4", "--out", str(run)]
     assert killed.run(*line, die_at=("update_step", 4)) == -signal.SIGKILL, killed.said()
     for step in (2, 3):
         shutil.rmtree(run / "checkpoints" / f"step-{step}")
+    assert (run / "checkpoints" / "step-1").is_dir()
     assert killed.run("rl", "--resume", str(run)) == 0, killed.said()
     assert adapter_bytes(run) == adapter_bytes(killed.straight) and logged(run) == logged(killed.straight)
 

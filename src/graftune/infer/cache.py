@@ -123,6 +123,12 @@ class CacheShape(NamedTuple):
         pages = {w: max(dict(self.pages).get(w, 0), count) for w, count in other.pages}
         return CacheShape(max(self.places, other.places), tuple(pages.items()), max(self.width, other.width))
 
+    def rounded_up(self) -> CacheShape:
+        """With pages up to a power of two: a chat that grows with every turn outgrows its cache a few times only, and
+        every new cache needs new graphs."""
+        pages = tuple((window, launch.power_of_two(count)) for window, count in self.pages)
+        return CacheShape(self.places, pages, launch.power_of_two(self.width))
+
     def bytes(self, size: CacheSize) -> int:
         rows = sum((count + 1) * PAGE * size.per_token[window] for window, count in self.pages)
         return rows + (self.places + 1) * size.per_sequence

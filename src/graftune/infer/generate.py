@@ -305,8 +305,10 @@ def sampler_for(
     shape = planned if planned is not None and use_planned else CacheShape.of(size, requests, budget)
     if kept is not None and kept.shape.covers(shape) and not kept.busy:
         return kept
-    if kept is not None and not use_planned and kept.shape.joined(shape).bytes(size) <= budget:
-        shape = kept.shape.joined(shape)
+    if kept is not None and not use_planned:
+        joined = kept.shape.joined(shape)
+        fitting = (one for one in (joined.rounded_up(), joined) if one.bytes(size) <= budget)
+        shape = next(fitting, shape)
     return Sampler(decoder, shape, backend)
 
 

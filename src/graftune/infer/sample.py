@@ -1,8 +1,12 @@
-"""The settings of a call: greedy, or temperature with top-k and top-p, and the seed."""
+"""The settings of a call: greedy, or temperature with top-k and top-p, and the seed; and the numbers of its samples."""
 
 from __future__ import annotations
 
+import hashlib
 import numbers
+from array import array
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,3 +48,14 @@ class Sampling:
 
     def settings(self, device: torch.device) -> draw.DrawSettings:
         return draw.DrawSettings.of(self.temperature, self.top_k, self.top_p, self.seed, device)
+
+
+def sample_numbers(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """The number of each sample of a call: it follows from the prompt, and from how many samples of that prompt come
+    before, so that a sample does not depend on the other prompts of a call."""
+    found, seen = list[int](), Counter[bytes]()
+    for prompt in prompts:
+        key = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=6).digest()
+        found.append(int.from_bytes(key) << 15 | seen[key])
+        seen[key] += 1
+    return found

@@ -21,7 +21,7 @@ from graftune.data.row import Refusal
 from graftune.data.template import stop_ids, usable_format
 from graftune.errors import GraftuneError
 from graftune.infer.generate import Token
-from graftune.infer.sample import Sampling
+from graftune.infer.sample import Sampling, sample_numbers
 from graftune.session.arguments import Conversation
 from graftune.session.parts import Parts
 from graftune.tokenizer import Tokenizer
@@ -112,7 +112,8 @@ def stream(
     if not prompts:
         return
     sampler = parts.sampler(prompts, sampling.max_new_tokens)
-    for fresh in sampler.rounds(prompts, sampling, ending, adapted=adapted, ended=ended):
+    numbers = sample_numbers(prompts)
+    for fresh in sampler.rounds(prompts, sampling, ending, adapted=adapted, ended=ended, numbers=numbers):
         for index, tokens in fresh.items():
             answer, pieces = answers[index], list[str]()
             for token in tokens:
