@@ -330,7 +330,7 @@ def write_folder(shape: Shape, folder: Path, device: torch.device) -> None:
 
 def _tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
     """Hugging Face's names and sizes of every weight."""
-    return {names.to_hf(name): size for name, size in tensor_shapes(from_config(shape.settings, shape.name))}
+    return {names.TEXT.of(name): size for name, size in tensor_shapes(from_config(shape.settings, shape.name))}
 
 
 if __name__ == "__main__":
