@@ -14,7 +14,7 @@ from graftune.session import attention_for
 from graftune.settings.config import LoraConfig
 from graftune.step.pipeline import DevicePipeline
 from graftune.step.step import Step
-from tests.gpu.test_step import SHAPE, examples, never_waits, run
+from tests.gpu.test_step import SHAPE, documents_stay_apart, examples, never_waits, run
 from tests.support import families, oracle, quantised, specs
 
 pytestmark = pytest.mark.gpu
@@ -65,6 +65,13 @@ def test_gradients_equal_the_cpus(variant, recompute):
     assert loss == pytest.approx(want_loss, rel=1e-4)
     for name, grad in want.items():
         assert (got[name] - grad).norm() <= 1e-3 * grad.norm(), name
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", SPECS)
+def test_documents_stay_apart(variant, compute, deterministic):
+    ours, step, _ = ready(SPECS[variant], graph=False, compute=compute)
+    documents_stay_apart(ours.decoder, step.backend)
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])

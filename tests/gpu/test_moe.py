@@ -13,7 +13,7 @@ from graftune.kernels import attention
 from graftune.settings.config import LoraConfig
 from graftune.step.pipeline import DevicePipeline
 from graftune.step.step import Step
-from tests.gpu.test_step import SHAPE, examples, never_waits, run
+from tests.gpu.test_step import SHAPE, documents_stay_apart, examples, never_waits, run
 from tests.support import moe, oracle
 
 pytestmark = pytest.mark.gpu
@@ -52,7 +52,8 @@ def test_gradients_equal_the_cpus(base_dtype, folder):
 
 
 @pytest.mark.parametrize(
-    ("compute", "base_dtype"), [(torch.float32, "fp32"), (torch.bfloat16, "fp32"), (torch.bfloat16, "keep")]
+    ("compute", "base_dtype"),
+    [(torch.float32, "fp32"), (torch.bfloat16, "fp32"), (torch.bfloat16, "nf4"), (torch.bfloat16, "keep")],
 )
 def test_captured_is_eager_bit_for_bit(compute, base_dtype, folder, deterministic):
     found = []
@@ -65,6 +66,12 @@ def test_captured_is_eager_bit_for_bit(compute, base_dtype, folder, deterministi
         assert loop.captures == (1 if graph else 0)
     (figures, weights), (figures_, weights_) = found
     assert figures == figures_ and torch.equal(weights, weights_)
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_documents_stay_apart(compute, folder, deterministic):
+    ours, step, _ = ready(folder, compute, False)
+    documents_stay_apart(ours.decoder, step.backend)
 
 
 def test_nothing_waits(folder):

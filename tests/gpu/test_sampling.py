@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from graftune.kernels.attention import choose, for_any_shape
 from graftune.model.decoder import PackedDocuments
 from graftune.model.lora import initialise
 from graftune.settings.config import LoraConfig
-from tests.support import oracle, specs, tiny
+from tests.support import families, moe, oracle, quantised, specs, tiny
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -44,12 +45,22 @@ def ids(answers: list[list[Token]]) -> list[list[int]]:
     return [[token.id for token in answer] for answer in answers]
 
 
-@pytest.mark.parametrize("variant", ["llama", "mistral-window", "gemma2-odd", "phi3-long", "lfm2", "qwen3_5"])
+MIXTURES = ("qwen3_moe", "gpt_oss-mxfp4")
+
+
+@pytest.mark.parametrize(
+    "variant", ["llama", "mistral-window", "gemma2-odd", "phi3-long", "lfm2", "qwen3_5", "gemma4", *MIXTURES]
+)
 def test_a_sample_is_the_same_alone_and_in_any_batch(
-    variant: str, tiny_folder: Any, monkeypatch: pytest.MonkeyPatch
+    variant: str, tiny_folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generate, "SHORT", 1)  # so that rounds shrink, and sequences move
-    decoder = oracle.ours(tiny_folder(variant), device="cuda").decoder
+    if variant == "gemma4":
+        placed = quantised.placed(families.base_of(families.spec(variant)), LoraConfig(rank=4), "fp32", "cuda")
+    else:
+        folder = moe.make_folder(variant, tmp_path / "base") if variant in MIXTURES else tiny_folder(variant)
+        placed = oracle.ours(folder, device="cuda", base_dtype="keep" if variant == "gpt_oss-mxfp4" else "fp32")
+    decoder = placed.decoder
     alone = [drawn(made(decoder, prompts=[p]), [p], [n])[0] for n, p in enumerate(PROMPTS)]
     size = CacheSize.of(decoder.spec, decoder.compute)
     most = CacheShape.of(size, requests_of(decoder, PROMPTS, 40), 1 << 40).bytes(size)

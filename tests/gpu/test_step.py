@@ -9,6 +9,7 @@ import torch
 from graftune.batch import Example
 from graftune.data.pack import pack
 from graftune.kernels import attention
+from graftune.model.decoder import Decoder, PackedDocuments
 from graftune.settings.config import LoraConfig
 from graftune.step.pipeline import DevicePipeline
 from graftune.step.step import Step
@@ -23,6 +24,22 @@ def examples(seed: int, *lengths: int) -> list[Example]:
     drawn = torch.Generator().manual_seed(seed)
     rows = [torch.randint(3, tiny.VOCAB, (n,), generator=drawn).tolist() for n in lengths]
     return [Example(row, [i > 4 for i in range(len(row))]) for row in rows]
+
+
+def documents_stay_apart(decoder: Decoder, backend: str) -> None:
+    """Other tokens in one document leave the logits of the others as they are, to the bit."""
+    given = [one.tokens for one in examples(1, 20, 33, 5)]
+    other = [given[0], [3 + (token + 5) % (tiny.VOCAB - 3) for token in given[1]], given[2]]
+    lengths, device = list(map(len, given)), torch.device("cuda")
+    positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+    found = []
+    with torch.no_grad():
+        for texts in (given, other):
+            documents = PackedDocuments.of(lengths, device, backend)
+            tokens = torch.tensor([token for text in texts for token in text], device=device)
+            found.append(decoder.logits(decoder.hidden(tokens, decoder.begin(positions, documents))).split(lengths))
+    same = [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+    assert same == [True, False, True]
 
 
 def ready(folder, *, graph: bool = True, compute: torch.dtype = torch.float32, deterministic: bool = True, **more):
