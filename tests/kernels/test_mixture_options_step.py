@@ -12,6 +12,7 @@ from tests.model.test_branches import EXAMPLES
 from tests.model.test_mixture_options import made
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["biases, clamped", "sigmoid, shared", "gated shared"])
 def test_the_kernels_compute_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = made(kind, deep=False).ours

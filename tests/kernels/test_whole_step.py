@@ -36,6 +36,7 @@ def test_step_equals_the_references(variant, lora, dropout, recompute, shallow_f
     check(variant, lora, dropout, recompute, shallow_folder, device, monkeypatch)
 
 
+@pytest.mark.thorough
 def test_two_steps_in_a_row(shallow_folder, device, monkeypatch):
     lora = LoraConfig(rank=70, alpha=70.0, targets=("k_proj", "up_proj", "o_proj"))
     check("llama", lora, 0.0, "none", shallow_folder, device, monkeypatch, steps=2)

@@ -47,6 +47,7 @@ def check(base: Base, lora: LoraConfig, base_dtype: str) -> oracle.Ours:
     return fetched
 
 
+@pytest.mark.few(6)
 @pairwise(
     ("variant", ["llama-untied", "llama", "lfm2", "gemma2", "qwen3_5"]),
     ("base_dtype", ["fp32", "bf16", "nf4"]),

@@ -57,6 +57,7 @@ def test_gradients_with_other_targets(lora, tiny_folder):
     check_gradients("qwen2", lora, ("fp32",), tiny_folder)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "variant", ["qwen3", "gemma3", "gemma2", "phi3", "olmo2", "lfm2", "qwen3_5", "hunyuan_v1_dense", "glm4"]
 )

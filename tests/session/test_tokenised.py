@@ -163,7 +163,7 @@ def test_twenty_rounds_of_other_lengths_are_captured_at_most_twice(fixed, opened
 def test_fresh_data_sets_are_captured_a_few_times(fixed):
     session, draw = fixed(tokens_per_step=256, tokens_per_micro_batch=128, val_split=0.0), np.random.default_rng(5)
     captures = []
-    for _ in range(20):
+    for _ in range(12):
         words = [" ".join("word" for _ in range(draw.integers(1, 6))) for _ in range(draw.integers(3, 20))]
         for batch in session.batches(session.prepare([{"prompt": "Say", "response": w} for w in words])):
             session.forward_backward(batch)

@@ -23,8 +23,8 @@ THINNED = (
     *("tests/kernels/", "tests/model/test_attention_options.py", "tests/data/test_long_conversations.py"),
     *("tests/parity/test_moe.py", "tests/parity/test_gguf_dequant.py", "tests/weights/test_gguf_quant.py"),
 )
-MANY = 9  # cases of one test; fewer are all run
-MORE = 0.15  # of the cases that no axis needs, the share that is run all the same
+MANY = 6  # cases of one test; fewer are all run
+MORE = 0.05  # of the cases that no axis needs, the share that is run all the same
 # Families whose layers, names and files differ most from one another: they stand for all others wherever a test goes
 # over families, other than in the one file that compares each of them with transformers and PEFT.
 KINDS = {
