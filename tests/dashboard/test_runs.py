@@ -116,9 +116,11 @@ def test_curves_keep_spikes_and_follow_the_log(tmp_path: Path) -> None:
     assert max(found["values"]["loss"]) == 900.0 and found["count"] == count - 1
     near = ask(page, "/api/runs/r/series?names=loss&points=100&from=3330&to=3335")
     assert near["steps"] == list(range(3330, 3336)) and near["values"]["loss"][3] == 900.0
-    append(run, step(count, loss=None, tflops=2.5))
+    append(run, step(count, loss=None, tflops=2.5, reward_exact=0.5))
+    assert ask(page, f"/api/runs/r/series?names=tflops&from={count}")["values"] == {"tflops": [2.5]}
     found = ask(page, f"/api/runs/r/series?from={count}")
-    assert found["values"]["loss"] == [None] and found["values"]["tflops"] == [2.5]
+    assert found["values"]["loss"] == [None] and found["values"]["reward_exact"] == [0.5], "of any loss or reward"
+    assert not {"tflops", "tokens", "time"} & set(found["names"]) and "tflops" in found["available"]
     assert found["values"]["skipped"] == [0.0] and found["offset"] == (run / "metrics.jsonl").stat().st_size
     assert "whole number" in ask(page, "/api/runs/r/series?points=many", 400)["error"]
 

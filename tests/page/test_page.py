@@ -72,6 +72,21 @@ def test_a_metric_has_a_chart_of_its_own(tab, tmp_path: Path):
     assert re.search(r"metric: exact from [\d.]+ at step 0 to", summary(page, "metric exact"))
 
 
+def test_every_figure_of_a_step_has_a_chart(tab, tmp_path: Path):
+    """No list names those of a loss or of rewards; one that begins later gets its chart while the page is open."""
+    run = RunFolder(tmp_path / "live", steps=40).start()
+    run.emit(*({**run.step(n), "margin": 0.1 * n, "constructor": 1.0, "tokens": 4096} for n in range(1, 11)))
+    page = tab(tmp_path).open("run/live")
+    page.wait_for_selector("figure[data-name=margin]")
+    wait_for_step(page, "margin", 10)
+    assert "Margin" in page.inner_text("figure[data-name=margin]") and page.query_selector("[data-name=tokens]") is None
+    run.held().emit(*({**run.step(n), "margin": 1.0, "reward_exact": 0.5, "toString": 1.0} for n in range(11, 21)))
+    page.wait_for_selector("figure[data-name=reward_exact]")
+    wait_for_step(page, "reward_exact", 20)
+    assert "Reward exact" in page.inner_text("figure[data-name=reward_exact]")
+    wait_for_step(page, "margin", 20)
+
+
 def test_one_run_shows_its_settings_and_figures(tab, tmp_path: Path):
     RunFolder(tmp_path / "done").start().train(400).answered(200, 400).checkpoints(400).profiled().ended()
     opened = tab(tmp_path)

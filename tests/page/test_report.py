@@ -77,6 +77,14 @@ def test_what_a_resume_took_back_is_not_in_it(tmp_path: Path):
     assert found["worked_s"] < 3600 < found["ended"] - found["started"]
 
 
+def test_every_figure_of_a_step_is_in_it(tmp_path: Path):
+    run = RunFolder(tmp_path / "run", steps=20).start()
+    run.emit(*({**run.step(n), "margin": 0.5, "text": "no figure"} for n in range(1, 21)))
+    curves = document(run.folder)["curves"]
+    wanted = {"loss", "grad_norm", "lr", "tok_s", "skipped", "floor_share", "margin"}
+    assert set(curves["names"]) == wanted == set(curves["values"]) and curves["values"]["margin"] == [0.5] * 20
+
+
 def test_a_run_without_steps_has_a_report(tmp_path: Path):
     run = RunFolder(tmp_path / "run").start()
     found = document(run.folder)

@@ -305,7 +305,9 @@ def test_what_is_sent_has_the_names_that_others_know() -> None:
     step = {"event": "step", "step": 3, "loss": 1.5, "grad_norm": 0.5, "lr": 1e-4, "epoch": 0, "tok_s": 9.0}
     wanted = {"loss": 1.5, "grad_norm": 0.5, "learning_rate": 1e-4, "epoch": 0.0, "tokens_per_second": 9.0}
     assert metrics_of(step) == {f"train/{name}": value for name, value in wanted.items()}
-    assert metrics_of(step | {"margin": 0.5, "chosen": None}, ("margin", "chosen"))["train/margin"] == 0.5
+    more = {"time": 1.0, "tokens": 9, "margin": 0.5, "chosen": None, "reward_exact": 0.25, "longest_answer": 7}
+    own = {"margin": 0.5, "reward_exact": 0.25, "longest_answer": 7.0}
+    assert metrics_of(step | more) == metrics_of(step) | {f"train/{name}": value for name, value in own.items()}
     assert metrics_of({"event": "eval", "step": 3, "loss": None, "perplexity": 2.0}) == {"eval/perplexity": 2.0}
     assert metrics_of({"event": "sample", "step": 3}) == {}
 

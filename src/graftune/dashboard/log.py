@@ -20,14 +20,14 @@ from typing import Any
 
 from graftune.dashboard.line_reader import LineReader
 from graftune.io.json_file import no_collections
-from graftune.observe.events import Event, number, parsed, plain, step_of
+from graftune.observe.events import MOST_CURVES, Event, number, parsed, plain, step_of
 
 # The events that the views show.
 KINDS = (
     "run_start", "resume", "extend", "eval", "sample", "answers", "warning", "memory", "routing", "profile", "run_end",
 )  # fmt: skip
 MOST_EVENTS, MOST_BYTES = 5000, 2 << 20  # events of each kind, and their size as JSON
-MOST_NAMES, MOST_NUMBERS = 64, 2 << 20  # of a step, and of all steps
+MOST_NAMES, MOST_NUMBERS = MOST_CURVES, 2 << 20  # of a step, and of all steps
 
 
 def _events(piece: bytes) -> Sequence[Event | None]:

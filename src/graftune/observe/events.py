@@ -49,6 +49,9 @@ Event = dict[str, Any]
 BEGINNINGS = ("run_start", "resume")
 MOST_LEVELS, CUT = 30, "[cut]"  # lists and objects inside each other that are written, and what replaces the others
 LARGEST, LONGEST = 4 << 30, 64 << 20  # bytes of a log (ten million steps have fewer), and of one line
+# Fields of a step that are no curve of it; every other number is one, whichever loss or reward reports it.
+NOT_CURVES = ("event", "time", "step", "epoch", "tokens", "response_tokens", "micro_batches", "tflops", "host_idle")
+MOST_CURVES = 64
 _NUMBERS = ("loss", "lr", "grad_norm", "tok_s")  # of steps and evaluations, where whoever reads them computes
 
 

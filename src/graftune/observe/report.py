@@ -21,6 +21,8 @@ from graftune.io.files import open_plain, write_file
 from graftune.io.json_file import NotJson, read_json
 from graftune.io.yaml_file import LARGEST, parse_yaml
 from graftune.observe.events import (
+    MOST_CURVES,
+    NOT_CURVES,
     Event,
     evals,
     number,
@@ -36,29 +38,6 @@ from graftune.observe.page_files import asset, joined_script, joined_style
 
 NAME = "report.html"
 POINTS = 1000  # of a curve; a screen shows no more, and the file stays small
-FIGURES = (
-    "loss",
-    "grad_norm",
-    "lr",
-    "tok_s",
-    "floor_share",
-    "router_entropy",
-    "busiest_expert",
-    "idle_experts",
-    "reward",
-    "answer_tokens",
-    "truncated",
-    "skipped_groups",
-    "reward_failed",
-    "ratio",
-    "clipped",
-    "difference",
-    "sample_tok_s",
-    "sample_s",
-    "reward_s",
-    "train_s",
-    "skipped",
-)
 MOST_WARNINGS, LONGEST = 50, 20_000  # warnings, and characters of one text
 
 
@@ -133,10 +112,12 @@ def _curves(done: list[Event]) -> dict[str, Any]:
         found = float(value) if isinstance(value, bool) else number(value)
         return float("nan") if found is None else found
 
-    columns = {name: np.array([figure(e.get(name)) for e in done]) for name in FIGURES if any(name in e for e in done)}
+    known = dict.fromkeys(name for e in done for name, value in e.items() if isinstance(value, int | float | None))
+    names = [name for name in known if name not in NOT_CURVES][:MOST_CURVES]
+    columns = {name: np.array([figure(e.get(name)) for e in done]) for name in names}
     at, values = downsampled(np.array([e["step"] for e in done], np.int64), columns, POINTS, means=("loss",))
     shown = {name: [_short(value) for value in numbers(column)] for name, column in values.items()}
-    return {"steps": at.tolist(), "values": shown, "thinned": len(done) > POINTS}
+    return {"names": names, "steps": at.tolist(), "values": shown, "thinned": len(done) > POINTS}
 
 
 def _short(value: float | None) -> float | None:

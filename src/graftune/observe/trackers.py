@@ -24,12 +24,12 @@ from typing import Any, NamedTuple, Protocol
 from graftune.errors import GraftuneError
 from graftune.io.files import write_file
 from graftune.io.json_file import read_json
-from graftune.observe.events import Event
+from graftune.observe.events import NOT_CURVES, Event
 
 PROJECT = "graftune"
 KEYS = "tracker.json"  # in the run folder: the run's key in each tracker
 NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}  # its package
-# Fields of an event and the names of their metrics. Missing fields are not sent.
+# Fields of an event and the names of their metrics. Missing fields are not sent; other curves are train/NAME.
 STEP = {
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
@@ -138,11 +138,10 @@ class Tracking:
         settings: Mapping[str, Any],
         warn: Callable[[str], None],
         epoch_steps: Sequence[int] = (),
-        figures: Sequence[str] = (),
     ):
-        """`epoch_steps`: steps of each epoch. `figures`: what the loss reports of every step, by name."""
+        """`epoch_steps`: steps of each epoch."""
         self.name, self.folder, self.settings, self.warn = name, folder, settings, warn
-        self.epoch_steps, self.figures = epoch_steps, figures
+        self.epoch_steps = epoch_steps
         self.tracker: Tracker | None = None
         self.failed = name == "none"
 
@@ -159,7 +158,7 @@ class Tracking:
     def _take(self, event: Event) -> None:
         if self.tracker is None:
             self.tracker = self._opened(event)
-        found = metrics_of(event, self.figures)
+        found = metrics_of(event)
         if "train/epoch" in found:
             found["train/epoch"] = epochs_done(event["step"], event["epoch"], self.epoch_steps)
         if found:
@@ -201,10 +200,10 @@ def _keys(path: Path) -> dict[str, str]:
     return {str(name): key for name, key in found.items() if isinstance(key, str)} if isinstance(found, dict) else {}
 
 
-def metrics_of(event: Event, figures: Sequence[str] = ()) -> dict[str, float]:
-    """The metrics of an event, by Hugging Face's names. `figures`: those that the loss reports of every step."""
+def metrics_of(event: Event) -> dict[str, float]:
+    """The metrics of an event, by Hugging Face's names; other figures of a step, as those of its loss, by their own."""
     names = NAMES.get(event["event"], {})
     if event["event"] == "step":
-        names = names | {name: f"train/{name}" for name in figures}
+        names = {name: f"train/{name}" for name in event if name not in NOT_CURVES} | names
     found = {name: float(event[key]) for key, name in names.items() if isinstance(event.get(key), int | float)}
     return found | {f"eval/{name}": float(value) for name, value in (event.get("metrics") or {}).items()}

@@ -31,10 +31,6 @@ from graftune.training.run import Run, RunLength
 from graftune.training.trackers import Callback
 from graftune.weights import checkpoint
 
-FIGURES = (
-    "reward", "reward_std", "answer_tokens", "truncated", "skipped_groups", "reward_failed", "sample_tok_s", "sample_s",
-    "reward_s", "train_s",
-)  # fmt: skip
 # Logged with the first update of a round only, since they add up.
 ONCE = ("sample_s", "reward_s", "skipped_groups", "reward_failed")
 PHASES = {"sample_s": "sampling", "reward_s": "rewards", "train_s": "training"}
@@ -55,8 +51,7 @@ class PolicyRun(Run):
         self.guard = Guard(None, self.checkpoints, config.run.max_skipped, config.run.stop_on_warning)
         self.times = PhaseTimes()
         evaluation = [HeldOut(self.session, prepared.data.held_out, prepared.rewards)] if prepared.data.held_out else []
-        figures = (*FIGURES, *parts.loss.figures)
-        self.hooks = self.state.hooks = [*evaluation, self.times, *self._last_hooks(callbacks, figures)]
+        self.hooks = self.state.hooks = [*evaluation, self.times, *self._last_hooks(callbacks)]
         self.reported: set[str] = set()  # errors of reward functions
 
     def start(self) -> None:

@@ -104,15 +104,15 @@ class Run(ABC):
         self.last: int | None = None  # the step after which all ranks stop, once one of them asks for it
         self.closing = False  # all steps are done: what is left changes no checkpoint
 
-    def _last_hooks(self, callbacks: Sequence[Callback], figures: Sequence[str]) -> list[Hook]:
-        """Those that every run has, after its own. `figures`: numbers of a step that trackers get too."""
+    def _last_hooks(self, callbacks: Sequence[Callback]) -> list[Hook]:
+        """Those that every run has, after its own."""
         state, run = self.state, self.parts.config.run
         hooks: list[Hook] = [self.checkpoints, self.guard]
         if callbacks:
             hooks.append(Callbacks(callbacks))
         if run.track != "none" and state.ranks.leads:
             settings, warn = self.parts.config.flat(), state.report.console.warn
-            hooks.append(Trackers(Tracking(run.track, state.folder, settings, warn, state.epoch_steps, figures)))
+            hooks.append(Trackers(Tracking(run.track, state.folder, settings, warn, state.epoch_steps)))
         return hooks
 
     @abstractmethod

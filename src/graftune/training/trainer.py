@@ -11,7 +11,6 @@ from typing import Any
 
 from graftune.data.encoded import reference_model_of
 from graftune.model.context import micro_batch_id
-from graftune.model.feed_forward.routing import FIGURES as ROUTING
 from graftune.observe.console import Console
 from graftune.spans import marked
 from graftune.step.schedule import hyperparameters, learning_rate
@@ -70,8 +69,7 @@ class Trainer(Run):
             hooks.append(Samples(prepared.data.questions))
         if prepared.data.validation.examples:
             hooks.append(Evaluation(prepared.data.validation.examples, prepared.data.metric))
-        figures = (*self.parts.loss.figures, *(ROUTING if self.parts.step.routing is not None else ()))
-        return [*hooks, *self._last_hooks(callbacks, figures)]
+        return [*hooks, *self._last_hooks(callbacks)]
 
     def start(self) -> None:
         """Write a new folder: the configuration and the log's first line. From here on the run can be resumed."""

@@ -6,15 +6,15 @@ import { count } from "./format.js";
 import { shortcut } from "./keys.js";
 import { memoryTable } from "./memory.js";
 import { routingTable } from "./routing.js";
-import { NAMES, PANELS, clipMark, evalLine, isShown, linesOf, metricLine, metricPanels } from "./panels.js";
-import { Curves } from "./series.js";
+import { PANELS, clipMark, evalLine, isShown, linesOf, metricLine, metricPanels, panelsOf } from "./panels.js";
+import { Curves, columnOf } from "./series.js";
 import { USUAL, smoothLoss, spanOf } from "./smooth.js";
 
 const SMOOTH = [0, 1, 2, 5, 10]; // percent of the run
 
 export class CurvesView {
   constructor(root, run) {
-    Object.assign(this, { root, run, range: new Range(), curves: new Curves(run.id, NAMES), charts: new Map(), smooth: kept("smooth-percent", USUAL), span: 0, log: kept("log", 0) });
+    Object.assign(this, { root, run, range: new Range(), curves: new Curves(run.id), charts: new Map(), smooth: kept("smooth-percent", USUAL), span: 0, log: kept("log", 0) });
     this.curves.evals = [...(run.evals ?? [])].sort((a, b) => a.step - b.step);
     this.grid = el("div", { class: "charts" });
     this.memory = el("section", { class: "panel" });
@@ -107,10 +107,11 @@ export class CurvesView {
     Object.assign(this, { part, drawnSteps: part.steps.length, drawnEvals: this.curves.evals, dirty: false });
     this.range.whole = [this.curves.first, Math.max(this.curves.last, this.curves.first + 1)];
     this.fitSmooth();
-    for (const panel of PANELS) {
+    for (const panel of panelsOf(this.curves.names)) {
+      if (!this.charts.has(panel.name)) this.makeChart(panel);
       const chart = this.charts.get(panel.name);
-      const line = { steps: part.steps, values: part.values[panel.name] };
-      chart.element.hidden = !isShown(panel, this.curves.overview.values[panel.name]);
+      const line = { steps: part.steps, values: columnOf(part, panel.name) };
+      chart.element.hidden = !isShown(panel, columnOf(this.curves.overview, panel.name));
       if (chart.element.hidden) continue;
       const latest = [this.curves.latest(panel.name)];
       if (panel.name === "loss") chart.set(aligned(this.lossLines(line, part)), { latest: [...latest, ...(this.span ? [null] : []), this.curves.evals.at(-1)?.loss] });

@@ -3,12 +3,7 @@
 (function () {
   "use strict";
   const [kind, id, part] = location.hash.replace(/^#\/?/, "").split("/");
-  const panels = [ // those of panels.js, in its order
-    "loss", "grad_norm", "lr", "tok_s", "floor_share", "router_entropy", "busiest_expert", "idle_experts",
-    "reward", "answer_tokens", "truncated", "skipped_groups", "reward_failed", "ratio", "clipped",
-    "difference", "sample_tok_s", "sample_s", "reward_s", "train_s", "skipped",
-  ];
-  const curves = `series?names=${panels.join("%2C")}&points=2000`;
+  const curves = "series?points=2000";
   const paths = [];
   if (kind === "run" && id) {
     paths.push(`/api/runs/${id}`);

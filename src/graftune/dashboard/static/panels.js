@@ -18,9 +18,6 @@ export const PANELS = [
   { name: "truncated", title: "Truncated answers", format: percent, axis: (ticks) => ticks.map(percent), shownIf: known },
   { name: "skipped_groups", title: "Groups with equal rewards", format: short, shownIf: known },
   { name: "reward_failed", title: "Answers without a reward", format: short, shownIf: known },
-  { name: "ratio", title: "Ratio", format: short, shownIf: known },
-  { name: "clipped", title: "Clipped tokens", format: percent, axis: (ticks) => ticks.map(percent), shownIf: known },
-  { name: "difference", title: "Difference of sampled and trained log-probabilities", format: short, shownIf: known },
   { name: "sample_tok_s", title: "Tokens sampled per second", format: count, axis: (ticks) => ticks.map(count), shownIf: known },
   { name: "sample_s", title: "Seconds of a round: sampling", format: short, shownIf: known },
   { name: "reward_s", title: "Seconds of a round: rewards", format: short, shownIf: known },
@@ -28,7 +25,13 @@ export const PANELS = [
   { name: "skipped", title: "Skipped updates", format: short, shownIf: (value) => value > 0 },
 ];
 
-export const NAMES = PANELS.map((panel) => panel.name);
+const OWNED = new Set(PANELS.map((panel) => panel.name));
+
+// The charts of a run: those above, and one for each other figure of its steps, as its loss and its rewards name them.
+export function panelsOf(names) {
+  const title = (name) => name.charAt(0).toUpperCase() + name.slice(1).replaceAll("_", " ");
+  return [...PANELS, ...names.filter((name) => !OWNED.has(name)).map((name) => ({ name, title: title(name), format: short, shownIf: known }))];
+}
 
 // The lines of a panel for one run, and their data out of `part` {steps, values} and the evaluations.
 export function linesOf(panel, smooth) {

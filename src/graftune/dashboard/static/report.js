@@ -7,7 +7,7 @@ import { copyButton, el, fill } from "./dom.js";
 import { count, date, duration, loss } from "./format.js";
 import { memoryTable } from "./memory.js";
 import { routingTable } from "./routing.js";
-import { PANELS, clipMark, evalLine, isShown, linesOf, metricLine, metricPanels } from "./panels.js";
+import { clipMark, evalLine, isShown, linesOf, metricLine, metricPanels, panelsOf } from "./panels.js";
 import { USUAL, smoothLoss, spanOf } from "./smooth.js";
 
 const run = JSON.parse(document.getElementById("run").textContent);
@@ -55,7 +55,7 @@ function show() {
   const range = new Range();
   const steps = [...run.curves.steps, ...run.evals.map((each) => each.step)];
   range.whole = [Math.min(0, ...steps), Math.max(1, ...steps)];
-  const charts = [...PANELS, ...metricPanels(run.evals)].map((panel) => chartOf(panel, range)).filter(Boolean);
+  const charts = [...panelsOf(run.curves.names), ...metricPanels(run.evals)].map((panel) => chartOf(panel, range)).filter(Boolean);
   const log = el("input", { type: "checkbox", on: { change: () => charts.forEach(([chart, panel]) => panel.canLog && chart.setLog(log.checked)) } });
   const thinned = run.curves.thinned ? el("p", { class: "dim" }, "The curves are downsampled: each point shows the lowest or the highest value of several steps.") : null;
   const warnings = run.warnings.length ? section("Warnings", run.warned > run.warnings.length ? el("p", { class: "dim" }, `The last ${run.warnings.length} of ${count(run.warned)}.`) : null, el("ul", { class: "lines" }, run.warnings.map((text) => el("li", {}, text)))) : null;

@@ -6,20 +6,23 @@ import { series } from "./api.js";
 export const POINTS = 2000;
 
 export class Curves {
-  constructor(id, names) {
-    Object.assign(this, { id, names, overview: empty(names), detail: null, evals: [], asking: null });
+  // Without `names` all figures of the steps are loaded, also those that appear while the run goes on.
+  constructor(id, names = null) {
+    Object.assign(this, { id, asked: names, names: names ?? [], known: new Set(), overview: { steps: [], values: {} }, detail: null, evals: [], asking: null });
   }
 
   async load() {
     this.overview = await this.ask({});
+    this.names = this.overview.names;
     this.detail = null;
   }
 
   async ask(part, signal) {
-    const found = await series(this.id, this.names, { points: POINTS, ...part }, signal);
-    const column = (name) => found.values[name] ?? found.steps.map(() => null);
-    const values = Object.fromEntries(this.names.map((name) => [name, column(name)]));
-    return { steps: found.steps, values: { ...values, loss_mean: found.values.loss_mean ?? values.loss }, offset: found.offset };
+    const found = await series(this.id, this.asked, { points: POINTS, ...part }, signal);
+    const names = this.asked ?? [...new Set(["loss", ...found.names])];
+    for (const name of ["event", "time", "step", ...found.available]) this.known.add(name);
+    const values = Object.fromEntries(names.map((name) => [name, columnOf(found, name)]));
+    return { names, steps: found.steps, values: { ...values, loss_mean: found.values.loss_mean ?? values.loss }, offset: found.offset };
   }
 
   get last() {
@@ -30,19 +33,23 @@ export class Curves {
     return Math.min(this.overview.steps[0] ?? 0, this.evals[0]?.step ?? Infinity);
   }
 
-  // Adds a new step. False if a resumed run has discarded steps: then everything has to be loaded again.
+  // Adds a new step. False if a resumed run has discarded steps or the step has a figure that earlier ones lack: then
+  // everything has to be loaded again.
   append(event) {
     const { steps } = this.overview;
+    const fresh = this.asked ? [] : Object.keys(event).filter((name) => !this.known.has(name) && number(event[name]) !== null);
+    for (const name of fresh) this.known.add(name);
+    if (fresh.length) return false;
     if (event.step <= this.last && steps.length) return steps.includes(event.step);
     steps.push(event.step);
     const { values } = this.overview;
-    for (const name of this.names) values[name].push(number(event[name]));
+    for (const name of this.names) values[name].push(Object.hasOwn(event, name) ? number(event[name]) : null);
     if (values.loss_mean !== values.loss) values.loss_mean.push(number(event.loss));
     return true;
   }
 
   latest(name) {
-    return this.overview.values[name].at(-1);
+    return columnOf(this.overview, name).at(-1);
   }
 
   get crowded() {
@@ -85,4 +92,5 @@ export class Curves {
 // Booleans are counted: a skipped update is 1.
 export const number = (value) => (value === true ? 1 : value === false ? 0 : typeof value === "number" ? value : null);
 
-const empty = (names) => ({ steps: [], values: Object.fromEntries(names.map((name) => [name, []])) });
+// The values of one figure at the steps of `part`, null where it has none.
+export const columnOf = (part, name) => (Object.hasOwn(part.values, name) ? part.values[name] : part.steps.map(() => null));
