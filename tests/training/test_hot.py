@@ -59,6 +59,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Mark:
 def test_a_slot_is_used_again_for_batches_of_its_size(no_cuda: Mark) -> None:
     """Micro-batches and the batches ahead of a step have slots of two sizes in turn."""
     loop: Any = SimpleNamespace(free={}, copies=Mark(), device="cpu")
+    loop._free_slots = lambda size: DevicePipeline._free_slots(loop, size)
 
     def slot(tokens: int) -> Any:
         shape = BatchShape(tokens, 2, 4)
