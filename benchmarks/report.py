@@ -197,6 +197,42 @@ def _row(what: str, goals: Sequence[Record]) -> str:
     return f"| {what} | {', '.join(asked) or '-'} | {', '.join(measured)} |"
 
 
+def sampling() -> str:
+    """Tokens sampled per second and rounds of reinforcement learning, with what was to be reached."""
+    lines = ["| GPU, base:sequences | tokens/s | goal | with the prompts | transformers | log p off by | commit |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for record in records("sampling"):
+        found = record["sampling"]
+        for name, case in found["cases"].items():
+            theirs = f"{case['transformers_tok_s']:,}" if "transformers_tok_s" in case else "-"
+            speed = [f"{case['tok_s']:,}", _outcome(found, f"{name}, tokens/s"), f"{case['whole_tok_s']:,}", theirs]
+            off = f"{case['off']:.3f} ({_outcome(found, f'{name}: off by')})"
+            lines.append("| " + " | ".join([f"{record['gpu']}, {name}", *speed, off, found["commit"][:7]]) + " |")
+    lines += ["", "| GPU, base | round, s | sampling, s | training, s | TRL, s | TRL / ours | commit |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for record in records("rounds"):
+        found = record["rounds"]
+        for name, who in found["cases"].items():
+            times = [str(who["ours"][key]) for key in ("round_s", "sample_s", "train_s")]
+            beside = ["-", "-"]
+            if "trl" in who:
+                ratio = who["trl"]["round_s"] / who["ours"]["round_s"]
+                beside = [str(who["trl"]["round_s"]), f"{ratio:.2f} ({_outcome(found, f'{name}: trl')})"]
+            lines.append("| " + " | ".join([f"{record['gpu']}, {name}", *times, *beside, found["commit"][:7]]) + " |")
+    if not records("rounds"):
+        lines.append(f"| - | {ABSENT} | - | - | - | ≥ 3 | - |")
+    return "\n".join(lines)
+
+
+def _outcome(part: Record, what: str) -> str:
+    """The goal whose description contains `what`, and whether it was reached."""
+    goal = next((goal for goal in part["goals"] if what in goal["what"]), None)
+    if goal is None:
+        return "-"
+    sign, met = "≤" if goal["rule"] == "at most" else "≥", "reached" if goal["met"] else "missed"
+    return f"{sign} {goal['bound']:,g}: {met}"
+
+
 def cpu() -> str:
     lines = ["| machine | ours, tok/s | PEFT bf16 | PEFT fp32 | floor | ratio to PEFT bf16 / to the faster PEFT |"]
     lines.append("|---|---|---|---|---|---|")

@@ -84,6 +84,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "cpu": report.cpu,
     "gpu": report.gpu,
     "sweeps": report.sweeps,
+    "sampling": report.sampling,
     "start": report.start,
     "speed": report.speed,
     "ranked": report.ranked,

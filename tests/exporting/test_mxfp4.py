@@ -79,7 +79,7 @@ def test_attention_adapters_leave_the_experts_bytes(folder: Path, tmp_path: Path
 
 
 def test_llama_cpp_reads_it(folder: Path, tmp_path: Path) -> None:
-    """Merged attention, and an adapter on everything beside the base: log-probabilities and 50 tokens."""
+    """The base, and an adapter on everything beside it: log-probabilities and 50 tokens."""
     run = tuned(folder, tmp_path / "adapter", "all_linear")
     plain, beside = tmp_path / "plain.gguf", tmp_path / "beside.gguf"
     export(str(folder), "gguf", kind="F32", out=str(plain))

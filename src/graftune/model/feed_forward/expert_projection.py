@@ -63,8 +63,8 @@ class Several:
 
 
 class Stacked:
-    """All experts' rows concatenated in one weight [E out, in] on a GPU: resident, or dequantised together into
-    the scratch for each product (a micro-batch of training reaches nearly all of them)."""
+    """All experts' rows concatenated in one weight [E out, in] on a GPU: resident, or dequantised into the scratch for
+    each product, without the experts that have no rows."""
 
     def __init__(self, weight: Augmented, experts: int):
         self.frozen, self.experts, self.kind = weight, experts, weight.kind
