@@ -39,7 +39,8 @@ GOALS: dict[str, dict[str, float]] = {
     "70b-nf4-1x2048-full": {"peak_gib": 139.0},
     "9b-4x2048": {"floor": 1.2, "best_peer": 1.0},
     "9b-1x2048-full": {"peak_gib": 19.55},
-    "30ba3b-4x2048": {"floor": 1.35, "best_peer": 2.0},
+    "30ba3b-4x2048": {"floor": 1.35},
+    "30ba3b-l24-4x2048": {"best_peer": 2.0},  # peers have no room for all 48 layers
     "30ba3b-nf4-4x2048": {"ours@30ba3b-4x2048": 1.2},
     "30ba3b-attention-1x2048-full": {"peak_gib": 58.6},
     "30ba3b-nf4-attention-1x2048-full": {"peak_gib": 18.6},
@@ -207,7 +208,8 @@ def sampling() -> str:
             theirs = f"{case['transformers_tok_s']:,}" if "transformers_tok_s" in case else "-"
             speed = [f"{case['tok_s']:,}", _outcome(found, f"{name}, tokens/s"), f"{case['whole_tok_s']:,}", theirs]
             off = f"{case['off']:.3f} ({_outcome(found, f'{name}: off by')})"
-            lines.append("| " + " | ".join([f"{record['gpu']}, {name}", *speed, off, found["commit"][:7]]) + " |")
+            commit = case.get("commit", found["commit"])[:7]
+            lines.append("| " + " | ".join([f"{record['gpu']}, {name}", *speed, off, commit]) + " |")
     lines += ["", "| GPU, base | round, s | sampling, s | training, s | TRL, s | TRL / ours | commit |"]
     lines.append("|---|---|---|---|---|---|---|")
     for record in records("rounds"):
@@ -215,7 +217,9 @@ def sampling() -> str:
         for name, who in found["cases"].items():
             times = [str(who["ours"][key]) for key in ("round_s", "sample_s", "train_s")]
             beside = ["-", "-"]
-            if "trl" in who:
+            if "trl" in who and "round_s" not in who["trl"]:
+                beside = [f"first {who['trl']['first_round_s']}; {who['trl']['error']}", "-"]
+            elif "trl" in who:
                 ratio = who["trl"]["round_s"] / who["ours"]["round_s"]
                 beside = [str(who["trl"]["round_s"]), f"{ratio:.2f} ({_outcome(found, f'{name}: trl')})"]
             lines.append("| " + " | ".join([f"{record['gpu']}, {name}", *times, *beside, found["commit"][:7]]) + " |")

@@ -151,6 +151,7 @@ def main(given: list[str] | None = None) -> int:
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
             found[who] = {"ours": ours, "trl": trl}[who](case, device, options)
+            record.keep(options.json, "rounds", record.facts(options.commit) | {"cases": results, "goals": goals})
             print(f"{name} {who}", *(f"{key} {value}" for key, value in found[who].items()), sep="  ", flush=True)
             gc.collect()
         if len(found) == 2:

@@ -38,12 +38,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from benchmarks.synthetic import dataset_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cases import BATCHES, Case
 from benchmarks.random_bases import base_of
+from benchmarks.synthetic import dataset_of
 
 from benchmarks import cases, measure
 

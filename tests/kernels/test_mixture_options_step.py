@@ -4,6 +4,7 @@ that the references compute."""
 from __future__ import annotations
 
 import pytest
+import torch
 
 from graftune.data.pack import pack
 from graftune.step.step import Step
@@ -12,6 +13,7 @@ from tests.model.test_branches import EXAMPLES
 from tests.model.test_mixture_options import made
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="toy models lie on the CPU; tests/gpu/test_moe.py")
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["biases, clamped", "sigmoid, shared", "gated shared"])
 def test_the_kernels_compute_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,8 +229,8 @@ def test_what_is_not_finite_is_refused(bad, double):
 @pytest.mark.parametrize("double", [True, False])
 def test_experts_are_one_weight(kernels_on, device, double):
     """Each with the codes and scales that it has alone; those without rows are left out."""
-    parts = [nf4.quantise(weight((256, 64), seed=seed), double=double) for seed in range(6)]
-    together = nf4.joined([part.to(device) for part in parts])
+    parts = [nf4.quantise(weight((256, 64), seed=seed), double=double).to(device) for seed in range(6)]
+    together = nf4.joined(parts)
     assert together is not None and together.shape == (1536, 64)
     want = torch.cat([nf4.dequantise(part) for part in parts])
     assert equal(nf4.dequantise(together), want) and equal(nf4.dequantise(together, rows=(300, 900)), want[300:900])

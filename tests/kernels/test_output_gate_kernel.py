@@ -54,7 +54,8 @@ def test_forward_and_backward(kernels_on, device, size, by_head, apart, dtype):
     assert gate_buffer.isnan().sum() == gate_buffer.numel() - gate.numel()
     elsewhere, alone = torch.full_like(x, NAN), torch.full_like(gate, NAN)
     output_gate.backward(grad, x, gate, elsewhere, alone)  # without the output
-    assert torch.equal(elsewhere, given) and torch.equal(alone, grad_gate)
+    for got, right in ((elsewhere, given), (alone, grad_gate)):  # another kernel: fp32 may be contracted differently
+        close(got, right, ROUNDED[dtype])
 
 
 @pytest.mark.parametrize("by_head", [False, True])
