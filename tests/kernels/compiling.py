@@ -3,9 +3,8 @@ tests.kernels.compiling [--distinct] [SETTING ...]`.
 
 Triton's interpreter runs what its compiler refuses. Steps are rehearsed as the memory plan does it, on tensors without
 memory, and what they would launch is compiled for Hopper, once a signature. With `--distinct` each kernel is compiled
-once for every set of its flags: of launches that differ only in dtypes, tiles and alignment, the one with the most
-arguments that are multiples of 16, because its loads are pipelined and take the most shared memory. Needs no GPU; not
-under TRITON_INTERPRET.
+once, as the launch with the most flags set, and of those the one with the most arguments that are multiples of 16,
+because its loads are pipelined and take the most shared memory. Needs no GPU; not under TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -145,6 +144,11 @@ class Launch(NamedTuple):
     options: dict[str, Any]
     attributes: dict[tuple[int, ...], Any]
 
+    @property
+    def weight(self) -> tuple[int, int]:
+        """How much of the kernel it compiles: flags that are set, and aligned arguments."""
+        return sum(value is True for value in self.constants.values()), len(self.attributes)
+
 
 class Launches:
     """What was launched, each once; `distinct` as in the header."""
@@ -180,10 +184,9 @@ class Launches:
             parameter = fn.params[index]
             signature[name] = typed(values[name], (index,), parameter.is_constexpr, parameter.do_not_specialize)
         made = Launch(fn, signature, constants, options, attributes)
-        flags = {path: value for path, value in constants.items() if isinstance(value, bool)}
-        details = flags if self.distinct else (signature, constants, options, attributes)
+        details = "" if self.distinct else (signature, constants, options, attributes)
         key = f"{fn.__module__}.{fn.__name__} {details}"
-        if key not in self.seen or len(attributes) > len(self.seen[key].attributes):
+        if key not in self.seen or made.weight > self.seen[key].weight:
             self.seen[key] = made
 
 

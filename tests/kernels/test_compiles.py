@@ -1,7 +1,7 @@
 """What a step launches on a Hopper card compiles for it: the interpreter, which runs these kernels here, takes more.
 
-Without a GPU each kernel is compiled once for every set of its flags; `make gpu-test`, and GRAFTUNE_COMPILE=all
-anywhere, compile every signature of every setting.
+Without a GPU each kernel is compiled once, with most of its flags; `make gpu-test`, and GRAFTUNE_COMPILE=all anywhere,
+compile every signature of every setting.
 """
 
 from __future__ import annotations
