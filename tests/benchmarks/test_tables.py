@@ -59,6 +59,7 @@ def test_measured_rows_have_their_verdict(results: Path) -> None:
     assert report.ABSENT in row_of(text, "`1.5b-nf4-qv-4x512`")
 
 
+@pytest.mark.thorough
 def test_the_images_of_a_record(tmp_path: Path) -> None:
     from benchmarks import plots
 

@@ -51,7 +51,7 @@ def test_merged_folder(variant, folder, tmp_path):
     assert judges.gap(judges.ours(judges.opened(tmp_path / "merged")), want) < 1e-4
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gguf(variant, folder, tmp_path):
     """The base and the merged model as files; an adapter beside the first; all of it in again."""

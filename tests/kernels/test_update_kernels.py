@@ -154,6 +154,7 @@ def test_blocks_grow_with_the_arena():
         BlockTable.of([ArenaSpan(0, 10, 0, True), ArenaSpan(9, 12, 1, True)])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("layout", "copy"), [*((name, COPIES[0]) for name in LAYOUTS), ("odd", COPIES[1]), ("layers", COPIES[2])]
 )
@@ -183,6 +184,7 @@ def test_a_block_of_a_tile_and_of_several(block, copy, device, kernels_on, monke
     assert ours.ok and ours.report[1] == 0
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("layout", "bad", "scaled"),
     [

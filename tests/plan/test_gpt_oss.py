@@ -31,6 +31,7 @@ def planned(size: str, **settings: Any) -> Plan:
     return job.plan("full", LENGTH)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("size", "gigabytes"), [("20b", 15.8), ("120b", 71.0)])
 def test_peak(size: str, gigabytes: float) -> None:
     plan = planned(size)

@@ -112,6 +112,7 @@ print(json.dumps([planned, peak_resident_bytes()]))
 """
 
 
+@pytest.mark.thorough
 def test_resident_memory_of_a_model_of_medium_size() -> None:
     done = subprocess.run([sys.executable, "-c", MEDIUM], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,17 +1,19 @@
-"""The short form of tests/soak/soak_long.py: some hundred steps of a tiny model leave
-nothing behind but lines of the log."""
+"""The short form of tests/soak/soak_long.py: a thousand steps of a tiny model leave nothing behind but lines of the
+log."""
 
 from __future__ import annotations
 
 import gc
 from pathlib import Path
 
+import pytest
+
 from tests.soak import soak_long
-from tests.support.thorough import THOROUGH
 
-STEPS = 1000 if THOROUGH else 400
+STEPS = 1000
 
 
+@pytest.mark.thorough
 def test_nothing_grows_in_hundreds_of_steps(tiny_folder, tmp_path: Path) -> None:
     base = tiny_folder("llama-shallow")
     gc.collect()

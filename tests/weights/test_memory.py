@@ -54,6 +54,7 @@ print(json.dumps({"at_start": at_start, "peak": peak_resident_bytes(), "loss": l
 """
 
 
+@pytest.mark.thorough
 def test_keep_leaves_the_base_in_its_file(shallow_smollm2: Path, tiny_folder) -> None:
     base = shallow_smollm2
     before, size = hashlib.sha256(base.read_bytes()).hexdigest(), base.stat().st_size
