@@ -6,21 +6,25 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from benchmarks.synthetic import dataset_of
 
 from graftune.batch import Example
 from graftune.data.dataset import Dataset, prepare
 from graftune.data.encoded import has_weights, take, weight_sums_of, weights_of
+from graftune.data.kind import ANSWERS, DataKind
 from graftune.data.pack import pack
-from graftune.losses import CrossEntropy
-from graftune.settings.config import DataConfig
+from graftune.data.pairs import PAIRS, RATED
+from graftune.errors import GraftuneError
+from graftune.losses import CrossEntropy, choose
+from graftune.settings.config import DataConfig, TrainConfig
 from tests.data.helpers import CHATML, with_template
 
 
-def read(tmp_path: Path, *rows: dict[str, Any], **settings: Any) -> Dataset:
+def read(tmp_path: Path, *rows: dict[str, Any], kind: DataKind = ANSWERS, **settings: Any) -> Dataset:
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return prepare(str(path), with_template(CHATML), DataConfig(**settings))
+    return prepare(str(path), with_template(CHATML), DataConfig(**settings), kind=kind)
 
 
 def turn(role: str, content: str, **more: Any) -> dict[str, Any]:
@@ -71,6 +75,15 @@ def test_a_rows_weight_multiplies(tmp_path: Path) -> None:
     assert data.summary.notes["rows whose column 'loss_weight' multiplies their loss"] == 3
     mapped = read(tmp_path, {"prompt": "a", "response": "bc", "score": 0.75}, map={"loss_weight": "score"})
     assert set(trained(mapped.examples[0])) == {0.75}
+
+
+@pytest.mark.parametrize(("loss", "kind"), [("dpo", PAIRS), ("kto", RATED)])
+def test_weights_that_a_loss_does_not_read_are_refused(loss: Any, kind: DataKind, tmp_path: Path) -> None:
+    sides = {"chosen": "bc", "rejected": "de"} if kind is PAIRS else {"completion": "bc", "label": True}
+    data = read(tmp_path, {"prompt": "a", "loss_weight": 0.5, **sides}, kind=kind)
+    assert has_weights(data.examples)
+    with pytest.raises(GraftuneError, match=r"examples have weights, which (Dpo|Kto) does not read; leave them out"):
+        choose(TrainConfig(loss=loss)).layout(data.examples)
 
 
 def test_what_is_cut_or_divided_keeps_its_weights(tmp_path: Path) -> None:

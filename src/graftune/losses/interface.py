@@ -95,9 +95,15 @@ class Loss(ABC):
         return WEIGHTED if has_weights(examples) else PLAIN
 
     def layout(self, examples: Sequence[Example]) -> BatchLayout:
-        """`fields_of` with what does not depend on the formula. Refuses data of another kind."""
+        """`fields_of` with what does not depend on the formula. Refuses data of another kind, and weights that
+        `fields_of` does not read."""
         self.check_kind(kind_of(examples))
         layout = self.fields_of(examples)
+        if has_weights(examples) and weights_of not in [field.read for field in layout.fields]:
+            raise GraftuneError(
+                f"examples have weights, which {type(self).__name__} does not read",
+                fix="leave them out (in data, the column loss_weight and the weights of turns), or set another loss",
+            )
         if self.reference and reference_model_of(examples) == self.reference:
             per_token = self.reference_per == "label"
             read, dtype = (token_references_of, torch.float32) if per_token else (references_of, torch.float64)

@@ -25,7 +25,6 @@ import numpy as np
 import torch
 
 from graftune.batch import BatchLayout, Example, Field, PackedBatch
-from graftune.data.encoded import has_weights
 from graftune.data.kind import DataKind
 from graftune.data.tokenised import SAMPLED
 from graftune.errors import GraftuneError
@@ -73,11 +72,6 @@ class PolicyLoss(LogProbLoss):
                     f"example {missing} has no {name}, which {type(self).__name__} reads",
                     fix=f"give each example {name}: one number per token",
                 )
-        if has_weights(examples):
-            raise GraftuneError(
-                f"examples have weights, which {type(self).__name__} does not read",
-                fix="multiply the advantages by them",
-            )
         per_answer = self.divide == "answers" or self.ratios == "sequence"
         fields = (*(FIELDS if per_answer else ()), _ADVANTAGES, _LOGPROBS)
         return BatchLayout(fields=fields, shares=None if self.divide == "tokens" else one_each)
