@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from graftune.batch import Example
+from graftune.data.pack import pack
 from graftune.errors import GraftuneError
 from graftune.session import parts
 from graftune.session.parts import Parts
@@ -200,6 +201,19 @@ def test_kto_in_fixed_shapes(fixed, opened):
     shapes = session.parts.pipeline.ahead_shapes
     assert session.parts.pipeline.captured <= 2 and len(shapes) >= 4 and len(set(shapes[:3])) == 1
     assert len(set(shapes)) <= 2
+
+
+def test_kto_takes_a_step_in_one_call(opened):
+    """Its KL is of all examples of the step: of a second call, or of a packed batch, it would be another one."""
+    data = [one | {"label": i % 2} for i, one in enumerate(answers(1, 9, 12))]
+    session = opened(loss="kto", **SETTINGS)
+    session.forward_backward(data)
+    with pytest.raises(GraftuneError, match=r"Kto needs sums over all examples of a step.*one call"):
+        session.forward_backward(data)
+    assert session.optim_step().figures["kl"] >= 0
+    examples = session.feed.examples(data, "test")
+    with pytest.raises(GraftuneError, match="not as packed batches"):
+        session.forward_backward(pack(examples, layout=session.loss.layout(examples)))
 
 
 LENGTHS = (40, 30, 20), (9, 20, 4, 17, 22), (5, 11), (60, 90, 3)

@@ -190,6 +190,11 @@ class Session:
         self._use_loss(loss, batch if isinstance(batch, Batch) else None)
         if not isinstance(batch, Batch):
             batch = self.feed.own_batch(batch)
+        if self.loss.ahead and (self._micro or batch.packed[0].ahead is None):
+            raise GraftuneError(
+                f"{type(self.loss).__name__} needs sums over all examples of a step before its micro-batches",
+                fix="give all of them to one call of forward_backward, and not as packed batches",
+            )
         pipeline = self._ready()
         if batch._fixed or not self.parts.fixed_shapes:
             for staged in batch._take(pipeline.stage):
