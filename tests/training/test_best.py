@@ -39,6 +39,7 @@ def test_the_best_step_is_the_figures(best: str, better: Any, step: int) -> None
     [
         ({"best": "prefers"}, "best is 'prefers' and loss is cross_entropy; it must be one of: loss"),
         ({"best": "chosen", "loss": "dpo"}, "it must be one of: loss, margin, accuracy, prefers"),
+        ({"best": "margin", "loss": "anchored"}, "it must be one of: loss, cross_entropy, drift"),
         ({"best": "margin", "loss": "kto", "metric": "exact"}, "each of them chooses the best checkpoint"),
     ],
 )

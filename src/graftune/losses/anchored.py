@@ -8,6 +8,9 @@ alone needs one number per row; a divergence over the whole vocabulary would nee
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Literal
+
 import torch
 
 from graftune.batch import PackedBatch
@@ -16,6 +19,7 @@ from graftune.losses.interface import LogProbLoss
 
 class Anchored(LogProbLoss):
     figures = ("cross_entropy", "drift")  # drift: the squared difference, so that loss = cross_entropy + anchor drift
+    better: Mapping[str, Literal["higher", "lower"]] = {"cross_entropy": "lower", "drift": "lower"}
     reference = "base"
 
     def __init__(self, anchor: float):

@@ -395,7 +395,7 @@ class RunConfig:
     best: str = opt(
         "loss",
         "what chooses the best checkpoint and the early stop on validation data if metric is empty: loss, or a figure "
-        "of the loss (pairs: margin, accuracy or prefers; kto: margin)",
+        "of the loss, as margin of dpo",
         resume="fixed",
     )
     metric_goal: Literal["max", "min"] = opt("max", "whether a larger or a smaller metric is better", resume="fixed")
