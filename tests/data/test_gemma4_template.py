@@ -1,20 +1,20 @@
 """Gemma 4's way of writing a conversation: reasoning is a channel, which the prompt has closed already where thinking
 is off; a call ends with the mark of the reply that it waits for, and the reply continues the same turn.
 
-The template here has that form and is ours. GRAFTUNE_GEMMA4_TEMPLATE may name the file of the model's own: the same is
-trained then."""
+The template here has that form and is ours. Where TRL or its templates are there (test_training_templates.py), the
+same is asked of each revision of the model's own that TRL ships: they differ in what the prompt closes and in which
+reasoning they render, so that the prompt is the judge's rendering."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from graftune.data.row_encoder import RowEncoder
 from graftune.settings.config import DataConfig
-from tests.data.template_judge import encode, opened
+from tests.data import training_marks as judge
+from tests.data.template_judge import Trained, encode, opened, reference
 
 CONTROL = (
     *("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|think|>", "<|tool>", "<tool|>", '<|"|>'),
@@ -73,37 +73,60 @@ CALLING = [
     {"role": "assistant", "content": "Cold."},
 ]
 CALL = '<|tool_call>call:weather{city:<|"|>Oslo<|"|>}<tool_call|>'
-REPLY = '<|tool_response>response:weather{value:<|"|>cold<|"|>}<tool_response|>'
 
 
-def source() -> str:
-    named = os.environ.get("GRAFTUNE_GEMMA4_TEMPLATE")
-    return Path(named).read_text() if named else OURS
+def sources() -> dict[str, str]:
+    folder = judge.folder()
+    theirs = sorted(folder.glob("gemma4*.jinja")) if folder else []
+    return {"ours": OURS} | {file.stem: file.read_text() for file in theirs}
 
 
-def runs(messages: list[dict[str, Any]], tools: Any, thinking: bool) -> tuple[list[Any], set[str]]:
-    config = DataConfig(max_seq_len=4096, template_vars={"enable_thinking": thinking})
-    found = encode(RowEncoder(opened(source(), CONTROL), config, "data"), messages, tools)
+SOURCES = sources()
+
+
+def runs(source: str, messages: list[dict[str, Any]], tools: Any, thinking: bool) -> tuple[list[Trained], list[str]]:
+    """What is trained, and the prompts of inference as transformers renders them."""
+    variables = {"enable_thinking": thinking}
+    config = DataConfig(max_seq_len=4096, template_vars=variables)
+    found = encode(RowEncoder(opened(source, CONTROL), config, "data"), messages, tools)
     assert not found.refusal, found.refusal
-    return found.runs, found.notes
+    places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    return found.runs, [reference(source, messages[:i], tools, True, **variables) or "" for i in places]
+
+
+def thought(reasoning: str, prompt: str, rendered: str) -> str:
+    """The channel of reasoning that is trained: none where the prompt has closed it, or where the template leaves it
+    out of what it renders."""
+    written = f"<|channel>thought\n{reasoning}\n<channel|>"
+    return written if written in rendered and not prompt.endswith("<channel|>") else ""
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-def test_answers(thinking: bool) -> None:
-    """Only the answers are trained, each with the mark that ends it, behind the prompt that inference has. Earlier
-    reasoning is not rendered, which is noted."""
-    (first, second), notes = runs(TALK, None, thinking)
-    assert (first.text, second.text) == ("Cold.<turn|>", "Mild.<turn|>")
-    closed = "" if thinking else "<|channel>thought\n<channel|>"
-    assert first.before.endswith(f"And in Oslo?<turn|>\n<|turn>model\n{closed}")
-    assert second.before.endswith(f"Cold.<turn|>\n<|turn>user\nAnd Rome?<turn|>\n<|turn>model\n{closed}")
-    assert ("<|think|>" in first.before) == thinking and any("reasoning" in note for note in notes)
+@pytest.mark.parametrize("name", SOURCES)
+def test_answers(name: str, thinking: bool) -> None:
+    """Only the answers are trained, each with the mark that ends it, behind the prompt that inference has."""
+    source = SOURCES[name]
+    found, prompts = runs(source, TALK, None, thinking)
+    assert [run.before for run in found] == prompts and len(found) == 2
+    assert all(("<|think|>" in prompt) == thinking for prompt in prompts)
+    first = reference(source, TALK[:3], None, False, enable_thinking=thinking) or ""
+    assert found[0].text == thought("Winter.", prompts[0], first) + "Cold.<turn|>"
+    assert found[1].text == "Mild.<turn|>"
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-def test_calls(thinking: bool) -> None:
-    """A call is trained up to the mark of the reply, its reasoning where thinking is on; the reply is not trained."""
-    (call, answer), _ = runs(CALLING, TOOLS, thinking)
-    thought = "<|channel>thought\nAsk.\n<channel|>" if thinking else ""
-    assert call.text == f"{thought}{CALL}<|tool_response>" and answer.text == "Cold.<turn|>"
-    assert answer.before.endswith(CALL + REPLY) and "weather" in call.before
+@pytest.mark.parametrize("name", SOURCES)
+def test_calls(name: str, thinking: bool) -> None:
+    """A call is trained up to the mark of the reply, with its reasoning unless the prompt has closed it; the reply is
+    not trained."""
+    source = SOURCES[name]
+    (call, answer), prompts = runs(source, CALLING, TOOLS, thinking)
+    rendered = reference(source, CALLING, TOOLS, False, enable_thinking=thinking) or ""
+    replied = "<|tool_response>" in rendered  # one revision has a turn of its own for it
+    end = "<|tool_response>" if replied else "<turn|>"
+    assert [call.before, answer.before] == prompts and "weather" in call.before
+    assert call.text == thought("Ask.", prompts[0], rendered) + CALL + end
+    # A prompt that opens a block is answered by its end.
+    opened_block = prompts[1].endswith("<|channel>thought\n")
+    assert answer.text == ("\n<channel|>" if opened_block else "") + "Cold.<turn|>"
+    assert CALL + end in answer.before and "cold" in answer.before.partition(CALL)[2]
