@@ -71,14 +71,14 @@ def test_stored_is_each(loss: str, trained: Callable[..., Path], monkeypatch: py
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("reference_pass", ["stored", "each"])
+@pytest.mark.parametrize(("loss", "reference_pass"), [("dpo", "stored"), ("kto", "each")])
 def test_resumed_is_straight(
-    reference_pass: str, trained: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    loss: str, reference_pass: str, trained: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Compared with an adapter that the run continues."""
-    first = trained("first", "dpo", max_steps=2)
+    first = trained("first", loss, max_steps=2)
     more = {"adapter": str(first), "reference": "start", "reference_pass": reference_pass, "dropout": 0.2}
-    straight = trained("straight", "dpo", **more)
+    straight = trained("straight", loss, **more)
     (begun, *_) = evals(read_events(straight / "metrics.jsonl"))
     assert abs(begun["margin"]) < 1e-6, "nothing has moved away from the start"
     copy = stopped_copy(straight, tmp_path / "copy", after=2)
