@@ -130,7 +130,7 @@ def reference(path: str, tokenizer: Any) -> dict[str, Any]:
 
 def ours(path: str, tokenizer: Any) -> dict[str, Any]:
     from graftune.data.dataset import prepare, split
-    from graftune.settings.config import DataConfig
+    from graftune.settings.sections import DataConfig
 
     peak, found = Peak(), dict[str, Any]()
     with measured(found, "ready"):

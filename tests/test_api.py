@@ -17,8 +17,9 @@ from graftune.errors import GraftuneError
 from graftune.infer.sample import Sampling
 from graftune.model.decoder import PackedDocuments
 from graftune.session import text
-from graftune.settings.config import Config, TrainConfig, leaves
+from graftune.settings.config import Config, leaves
 from graftune.settings.keywords import Settings
+from graftune.settings.sections import TrainConfig
 from tests.training.runs import adapter_bytes
 
 README = Path(__file__).resolve().parents[1] / "README.md"

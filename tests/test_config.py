@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from graftune.errors import GraftuneError
 from graftune.io.yaml_file import parse_yaml
-from graftune.settings.config import PROJECTIONS, Config, Leaf, Resume, expand_targets, flatten, leaves
+from graftune.settings.config import Config, Leaf, flatten, leaves
+from graftune.settings.sections import Resume
+from graftune.settings.targets import PROJECTIONS, expand_targets
 from graftune.settings.values import number_or_auto
 
 

@@ -16,8 +16,9 @@ import yaml
 from graftune.cli.app import app
 from graftune.cli.settings import given
 from graftune.exporting.gguf_mix import TYPES
-from graftune.settings.config import TARGET_SHORTHANDS, Config, leaves
+from graftune.settings.config import Config, leaves
 from graftune.settings.other_tools import answer, plain
+from graftune.settings.targets import TARGET_SHORTHANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))

@@ -21,7 +21,7 @@ from graftune.settings.values import number_or_auto
 SETTINGS = Path(__file__).resolve().parents[1] / "src" / "graftune" / "settings" / "keywords.py"
 HEADER = '''"""The settings as keyword arguments, for type checkers and completion.
 
-Written by tools/readme.py from the fields of config.py: do not edit.
+Written by tools/readme.py from the fields of sections.py: do not edit.
 """
 
 from __future__ import annotations

@@ -48,8 +48,9 @@ from graftune.run_folder import (
 from graftune.runtime import device_of, set_up
 from graftune.session import Batch, Sample, Session, StepStats, arguments, open_session
 from graftune.settings import auto
-from graftune.settings.config import LOSS_SETTINGS, Config, LossName, leaves
+from graftune.settings.config import Config, leaves
 from graftune.settings.keywords import Settings
+from graftune.settings.sections import LOSS_SETTINGS, LossName
 from graftune.step.accumulator import Accumulator
 from graftune.step.evaluate import EvalResult
 from graftune.step.scaler import LossScaler

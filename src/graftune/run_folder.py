@@ -24,7 +24,9 @@ from graftune.losses import choose
 from graftune.model.arena import Arena
 from graftune.model.lora import build_arena, target_names, targets_of
 from graftune.session import Parts, Session, open_session, with_template
-from graftune.settings.config import LOSS_SETTINGS, Config, LoraConfig, expand_targets
+from graftune.settings.config import Config
+from graftune.settings.sections import LOSS_SETTINGS, LoraConfig
+from graftune.settings.targets import expand_targets
 from graftune.weights import checkpoint
 from graftune.weights.adapter import Adapter, adapter_tensors, is_adapter, load_adapter, place_adapter
 from graftune.weights.base import Base, default_base, open_base, with_new_tokens

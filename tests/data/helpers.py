@@ -17,7 +17,7 @@ from graftune.data.fit import Built
 from graftune.data.kind import ANSWERS, DataKind
 from graftune.data.row_encoder import RowEncoder
 from graftune.data.source import Row
-from graftune.settings.config import DataConfig
+from graftune.settings.sections import DataConfig
 from graftune.tokenizer import ChatTemplate, Tokenizer
 
 TEMPLATES = Path(__file__).parents[1] / "fixtures" / "chat_templates"

@@ -23,7 +23,7 @@ from graftune.data.chat import NO_REASONING
 from graftune.data.row_encoder import RowEncoder
 from graftune.data.source import Row
 from graftune.data.tags import TAG
-from graftune.settings.config import DataConfig
+from graftune.settings.sections import DataConfig
 from graftune.tokenizer import ChatTemplate, Tokenizer
 from tests.data.generated import EXTRA_CONTROL, TAGS, Message, Spec
 from tests.data.helpers import tokenizer

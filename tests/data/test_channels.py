@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from graftune.data.row_encoder import RowEncoder
-from graftune.settings.config import DataConfig
+from graftune.settings.sections import DataConfig
 from tests.data.template_judge import encode, opened
 
 CONTROL = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>")

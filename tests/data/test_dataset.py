@@ -20,7 +20,7 @@ from graftune.data.fit import Fitter
 from graftune.data.template import chat_format
 from graftune.data.text import windows
 from graftune.errors import GraftuneError
-from graftune.settings.config import DataConfig
+from graftune.settings.sections import DataConfig
 from tests.data import helpers
 from tests.data.helpers import CHATML, shipped, tokenizer, trained_runs, turns, with_template
 

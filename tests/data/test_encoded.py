@@ -24,7 +24,7 @@ from graftune.data.writer import NewExample, StoreWriter
 from graftune.errors import GraftuneError
 from graftune.io import digest
 from graftune.observe.console import Console
-from graftune.settings.config import DataConfig
+from graftune.settings.sections import DataConfig
 from tests.data.helpers import CHATML, jsonl, tokenizer, turns, with_template
 
 CHAT = with_template(CHATML)

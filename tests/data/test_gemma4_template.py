@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from graftune.data.row_encoder import RowEncoder
-from graftune.settings.config import DataConfig
+from graftune.settings.sections import DataConfig
 from tests.data import training_marks as judge
 from tests.data.template_judge import Trained, encode, opened, reference
 

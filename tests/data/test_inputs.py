@@ -21,7 +21,8 @@ from graftune.data.row import Refusal, Row
 from graftune.data.source import digest_of, rows, sources
 from graftune.errors import GraftuneError
 from graftune.io import digest
-from graftune.settings.config import Config, DataConfig
+from graftune.settings.config import Config
+from graftune.settings.sections import DataConfig
 from graftune.settings.sources import absolute, checked, entries, label
 from tests.data.helpers import CHATML, with_template
 

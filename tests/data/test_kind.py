@@ -12,7 +12,7 @@ from graftune.data.encoded import Examples, groups_of, numbers_of, take, token_n
 from graftune.data.kind import ANSWERS, DataKind
 from graftune.data.writer import NewExample, StoreWriter
 from graftune.errors import GraftuneError
-from graftune.settings.config import DataConfig
+from graftune.settings.sections import DataConfig
 from tests.data.helpers import CHATML, load, trained_runs, with_template
 from tests.losses.pairs import PAIRS, RATED_PAIRS
 

@@ -14,7 +14,7 @@ from graftune.data.dataset import prepare
 from graftune.data.fit import ACROSS
 from graftune.data.format import EMPTY_NOT_TRAINED, EVERYTHING_TRAINED
 from graftune.errors import GraftuneError
-from graftune.settings.config import DataConfig
+from graftune.settings.sections import DataConfig
 from tests.data.helpers import CHATML, prepared, tokenizer, turns, with_template
 from tests.data.test_masks import REASONING, all_runs
 

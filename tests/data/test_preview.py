@@ -13,7 +13,7 @@ from graftune.data.dataset import Dataset
 from graftune.data.encoded import side_of
 from graftune.data.pairs import PAIRS, kind_of_data
 from graftune.data.preview import MaskView, preview, summary_json
-from graftune.settings.config import DataConfig
+from graftune.settings.sections import DataConfig
 from tests.data.helpers import CHATML, jsonl, load, turns, with_template
 
 CHAT = with_template(CHATML)

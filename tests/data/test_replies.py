@@ -14,7 +14,7 @@ from graftune.data.encoded import side_of
 from graftune.data.pairs import PAIRS
 from graftune.data.sample import replies_path, sample_for, score_reply, score_sample
 from graftune.errors import GraftuneError
-from graftune.settings.config import DataConfig
+from graftune.settings.sections import DataConfig
 from tests.data.helpers import CHATML, with_template
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from graftune.data.dataset import prepare, split
 from graftune.data.sample import sample_path, score_all
-from graftune.settings.config import DataConfig
+from graftune.settings.sections import DataConfig
 from graftune.tokenizer import Tokenizer, from_gguf
 from tests.support.counting import Calls
 

@@ -15,7 +15,7 @@ from graftune.data.dataset import Dataset, prepare
 from graftune.data.record import to_record
 from graftune.data.source import Refusal, rows, sources
 from graftune.errors import GraftuneError
-from graftune.settings.config import DataConfig
+from graftune.settings.sections import DataConfig
 from tests.data.helpers import CHATML, jsonl, trained_runs, turns, with_template
 
 GOOD: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from graftune.data.row_encoder import RowEncoder
-from graftune.settings.config import DataConfig
+from graftune.settings.sections import DataConfig
 from tests.data.generated import Message
 from tests.data.template_judge import encode, opened, reference
 

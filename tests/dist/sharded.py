@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 from graftune.batch import Example
-from graftune.settings.config import Config, LoraConfig
+from graftune.settings.config import Config
+from graftune.settings.sections import LoraConfig
 from graftune.dist.shard import shards_of
 from graftune.dist.world import connect, join
 from graftune.infer.sample import Sampling

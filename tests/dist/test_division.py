@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graftune.batch import Example
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.data.loader import Loader
 from graftune.data.pack import capacities, divided, pack, pack_nothing
 from graftune.losses import Anchored, CrossEntropy

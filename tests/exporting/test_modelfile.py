@@ -15,7 +15,7 @@ import pytest
 from graftune.data.template import chat_format, usable_format
 from graftune.errors import GraftuneError
 from graftune.exporting.modelfile import modelfile, recognise
-from graftune.settings.config import DataConfig
+from graftune.settings.sections import DataConfig
 from graftune.tokenizer import ChatTemplate
 from tests.exporting import models
 

@@ -16,7 +16,7 @@ from graftune.api import export
 from graftune.errors import GraftuneError
 from graftune.model.lora import build_arena, start_from_scratch
 from graftune.observe.console import Console
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.weights import names
 from graftune.weights.adapter import load_adapter
 from graftune.weights.base import open_base

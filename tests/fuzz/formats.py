@@ -32,7 +32,8 @@ from graftune.data.row_encoder import RowEncoder
 from graftune.errors import GraftuneError, one_line
 from graftune.exporting.target import run_facts
 from graftune.observe import events, report
-from graftune.settings.config import Config, DataConfig
+from graftune.settings.config import Config
+from graftune.settings.sections import DataConfig
 from graftune.settings.sources import Source
 from graftune.tokenizer import ChatTemplate, examine, examine_process, from_folder
 from graftune.training import launch, resume

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from graftune.data.row_encoder import RowEncoder
 from graftune.errors import GraftuneError
-from graftune.settings.config import DataConfig
+from graftune.settings.sections import DataConfig
 from tests.data.generated import conversations
 from tests.data.template_judge import Verdict, judge_public, opened
 from tests.data.training_marks import CONTROL, compare, encoder_of

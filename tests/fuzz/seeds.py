@@ -18,7 +18,7 @@ from graftune.data.summary import Summary
 from graftune.data.writer import NewExample, StoreWriter
 from graftune.model.arena import Arena
 from graftune.model.lora import build_arena
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.weights import checkpoint
 from graftune.weights.adapter import load_adapter, save_adapter
 from graftune.weights.apr import save_apr

@@ -12,7 +12,7 @@ from graftune.batch import Example
 from graftune.data.pack import pack
 from graftune.infer import generate as generating
 from graftune.infer.sample import Sampling
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.step.step import Step
 from tests.support import oracle, tiny
 from tests.support.generate import generate

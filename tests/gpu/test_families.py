@@ -11,7 +11,7 @@ from graftune.data.pack import pack
 from graftune.model.spec import ModelSpec
 from graftune.runtime import resolve
 from graftune.session import attention_for
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.step.pipeline import DevicePipeline
 from graftune.step.step import Step
 from tests.gpu.test_step import SHAPE, documents_stay_apart, examples, never_waits, run

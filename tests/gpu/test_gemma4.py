@@ -11,7 +11,7 @@ from graftune.model.families import from_config
 from graftune.runtime import resolve
 from graftune.session import attention_for
 from graftune.session.parts import choose_for_other_heads
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.step.pipeline import DevicePipeline
 from graftune.step.step import Step
 from tests.gpu.test_step import SHAPE, examples, run

@@ -18,7 +18,8 @@ from graftune.observe.events import read_events
 from graftune.runtime import resolve
 from graftune.session import attention_for
 from graftune.session.parts import choose_for_other_heads
-from graftune.settings.config import Config, LoraConfig
+from graftune.settings.config import Config
+from graftune.settings.sections import LoraConfig
 from graftune.step.pipeline import DevicePipeline
 from graftune.step.step import Step
 from graftune.weights.base import Base, open_base

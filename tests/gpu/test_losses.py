@@ -16,7 +16,7 @@ from graftune.data.encoded import Examples
 from graftune.data.loader import Loader
 from graftune.data.pack import pack
 from graftune.losses import Anchored, CrossEntropy, Loss, choose
-from graftune.settings.config import LoraConfig, TrainConfig
+from graftune.settings.sections import LoraConfig, TrainConfig
 from graftune.step.pipeline import HostPipeline
 from graftune.step.step import Step
 from tests.gpu.test_quantised import base_of

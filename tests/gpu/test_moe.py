@@ -10,7 +10,7 @@ import torch
 
 from graftune.data.pack import pack
 from graftune.kernels import attention
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.step.pipeline import DevicePipeline
 from graftune.step.step import Step
 from tests.gpu.test_step import SHAPE, documents_stay_apart, examples, never_waits, run

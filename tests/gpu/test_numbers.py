@@ -16,7 +16,8 @@ from graftune.kernels import attention
 from graftune.model.frozen import Dense
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
-from graftune.settings.config import Config, LoraConfig
+from graftune.settings.config import Config
+from graftune.settings.sections import LoraConfig
 from graftune.step.pipeline import DevicePipeline
 from graftune.step.step import Step
 from graftune.training.trainer import Trainer

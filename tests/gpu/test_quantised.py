@@ -17,7 +17,8 @@ from graftune.kernels.gguf_dequant import KINDS
 from graftune.model.frozen import Dense, Table, Unpacked
 from graftune.observe.console import Console
 from graftune.observe.events import evals, read_events
-from graftune.settings.config import Config, LoraConfig
+from graftune.settings.config import Config
+from graftune.settings.sections import LoraConfig
 from graftune.step.pipeline import DevicePipeline
 from graftune.step.step import Step
 from graftune.weights.base import Base, default_base

@@ -18,7 +18,7 @@ from graftune.kernels import draw
 from graftune.kernels.attention import choose, for_any_shape
 from graftune.model.decoder import PackedDocuments
 from graftune.model.lora import initialise
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from tests.support import families, moe, oracle, quantised, specs, tiny
 
 pytestmark = pytest.mark.gpu

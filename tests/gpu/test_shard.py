@@ -8,7 +8,7 @@ import torch
 
 from graftune.batch import Example
 from graftune.model.bundles import Bundles, BundleStorage, HostMemory
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.step.evaluate import evaluate
 from tests.dist.sharded import buffer_bytes, kept_bytes
 from tests.gpu.test_quantised import base_of, trained

@@ -17,7 +17,7 @@ from graftune.infer.generate import requests_of, sampler_for
 from graftune.infer.sample import Sampling
 from graftune.kernels import attention, lora_linear, rms_norm, swiglu
 from graftune.model.lora import initialise
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.step.pipeline import pipeline_for
 from graftune.step.step import Step
 from tests.support import oracle, specs

@@ -10,7 +10,7 @@ from graftune.batch import Example
 from graftune.data.pack import pack
 from graftune.kernels import attention
 from graftune.model.decoder import Decoder, PackedDocuments
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.step.pipeline import DevicePipeline
 from graftune.step.step import Step
 from tests.support import oracle, tiny

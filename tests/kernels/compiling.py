@@ -22,7 +22,7 @@ from graftune.data.pack import Capacities
 from graftune.kernels import attention, draw, gated_delta, paged_attention, rehearsal, rope
 from graftune.kernels.attention import Documents
 from graftune.plan import Setup, rehearse
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from tests.plan.test_plan import biased, gpu, spec
 from tests.support import quantised, specs
 

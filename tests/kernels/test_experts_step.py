@@ -12,7 +12,7 @@ import torch
 from graftune.kernels.experts import Starts
 from graftune.model.feed_forward.expert_projection import Stacked
 from graftune.model.feed_forward.experts import Experts
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.weights.base import open_base
 from tests.kernels.harness import batch, same_steps, start_from, stepped, through_kernels
 from tests.support import moe, quantised

@@ -12,7 +12,7 @@ from graftune.kernels.fp8 import E4M3, Rows, reference
 from graftune.model.bundles import Bundles, HostMemory
 from graftune.model.frozen.fp8 import FetchedFp8, Fp8, Workspace
 from graftune.model.frozen.weight_format import Option
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.step.step import Step
 from graftune.weights.placement import Placement
 from tests.kernels.harness import NAN, batch, close

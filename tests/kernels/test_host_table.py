@@ -14,7 +14,8 @@ from graftune.model.families import from_config
 from graftune.model.frozen.host_table import HostTable
 from graftune.runtime import resolve
 from graftune.session.opening import check_method
-from graftune.settings.config import Config, LoraConfig
+from graftune.settings.config import Config
+from graftune.settings.sections import LoraConfig
 from graftune.weights.base import Base, with_new_tokens
 from graftune.weights.placement import choose_placement
 from tests.kernels.harness import batch, stepped

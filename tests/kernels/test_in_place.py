@@ -9,7 +9,7 @@ import torch
 from graftune.kernels import fp8, swiglu
 from graftune.model import projection
 from graftune.model.projection import augmented_buffer
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from tests.kernels.harness import batch, stepped
 from tests.kernels.test_swiglu_kernel import inputs
 from tests.support import oracle

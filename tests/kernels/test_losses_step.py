@@ -9,7 +9,7 @@ import torch
 from graftune.batch import Example
 from graftune.data.pack import pack
 from graftune.losses import Anchored
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.step.step import Step
 from tests.kernels.harness import same_gradients, start_from, through_kernels
 from tests.support import oracle, tiny

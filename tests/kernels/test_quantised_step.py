@@ -10,7 +10,7 @@ import torch
 from graftune.kernels import augmented_weight
 from graftune.kernels.augmented_weight import Adapters, reference
 from graftune.model.frozen import Dense, Table, Unpacked
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.weights import load
 from graftune.weights.base import open_base
 from tests.kernels.harness import NAN, batch, same_steps, start_from, stepped, through_kernels

@@ -11,7 +11,7 @@ from graftune.infer import cache as caches
 from graftune.infer.generate import Token, requests_of, sampler_for
 from graftune.infer.sample import Sampling
 from graftune.model.lora import initialise
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from tests.kernels.harness import start_from, through_kernels
 from tests.support import oracle
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from graftune.model import projection
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from tests.kernels.harness import batch, same_steps, start_from, stepped, through_kernels
 from tests.support import oracle
 from tests.support.thorough import THOROUGH

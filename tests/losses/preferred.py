@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from graftune.batch import Example
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from tests.support import oracle, tiny
 from tests.support.stored import numbers
 

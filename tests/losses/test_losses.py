@@ -17,7 +17,7 @@ from graftune.errors import GraftuneError
 from graftune.kernels import linear_cross_entropy, rms_norm
 from graftune.losses import Anchored, CrossEntropy, Loss, choose
 from graftune.model.projection import augmented_buffer
-from graftune.settings.config import LoraConfig, TrainConfig
+from graftune.settings.sections import LoraConfig, TrainConfig
 from graftune.step.evaluate import evaluate
 from graftune.step.pipeline import BatchBuffer, BatchShape, HostPipeline
 from graftune.step.step import Step

@@ -17,7 +17,7 @@ from graftune.data.loader import Loader
 from graftune.errors import GraftuneError
 from graftune.losses import CrossEntropy
 from graftune.model.start import Start
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.step.evaluate import evaluate
 from graftune.step.step import Step
 from tests.losses.pairs import BETA, PAIRS, Dpo, pairs

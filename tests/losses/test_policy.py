@@ -15,7 +15,7 @@ from graftune.batch import Example
 from graftune.data.pack import pack
 from graftune.errors import GraftuneError
 from graftune.losses import CrossEntropy, Loss, choose
-from graftune.settings.config import TrainConfig
+from graftune.settings.sections import TrainConfig
 from graftune.step.evaluate import evaluate
 from graftune.step.step import Step
 from tests.losses import preferred, sampled

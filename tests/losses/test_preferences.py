@@ -18,7 +18,8 @@ from graftune.losses.answers import Answers
 from graftune.losses.kto import longest_mismatched, mismatched
 from graftune.losses.preference import Orpo
 from graftune.settings import auto
-from graftune.settings.config import LOSS_SETTINGS, Config, LossName, TrainConfig
+from graftune.settings.config import Config
+from graftune.settings.sections import LOSS_SETTINGS, LossName, TrainConfig
 from graftune.step.evaluate import evaluate
 from graftune.step.pipeline import HostPipeline
 from graftune.step.step import Step

@@ -17,7 +17,7 @@ from graftune.data.pack import pack
 from graftune.data.pairs import PAIRS, RATED
 from graftune.errors import GraftuneError
 from graftune.losses import CrossEntropy, choose
-from graftune.settings.config import DataConfig, TrainConfig
+from graftune.settings.sections import DataConfig, TrainConfig
 from tests.data.helpers import CHATML, with_template
 
 

@@ -17,7 +17,7 @@ from graftune.infer.sample import Sampling
 from graftune.model.layer_spec import BranchPart, BranchSpec, LayerSpec
 from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.rotary import RopeSpec
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.step.step import Step
 from tests.model.test_branches import DOCUMENTS, EPS, EXAMPLES, FEEDING, WIDTH, Reference, Toy, close, norm, toy
 from tests.support.generate import generate

@@ -9,7 +9,7 @@ from graftune.data.pack import pack
 from graftune.model.decoder import PackedDocuments
 from graftune.model.lora import build_arena
 from graftune.runtime import Runtime
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.weights.base import open_base
 from graftune.weights.load import build_decoder
 from graftune.weights.placement import Placement

@@ -29,7 +29,7 @@ from graftune.model.projection import Projection, ReadyGrad
 from graftune.model.rotary import RopeSpec
 from graftune.model.spec import EmbeddingSpec, HeadSpec, ModelSpec
 from graftune.runtime import resolve
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.step.step import Step
 from graftune.weights.load import build_decoder
 from graftune.weights.placement import Placement

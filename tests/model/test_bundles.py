@@ -13,7 +13,7 @@ from graftune.kernels import launch
 from graftune.model.bundles import EMBEDDING, HEAD, Bundles, HostMemory
 from graftune.model.decoder import PackedDocuments
 from graftune.model.frozen import Fetched, Unpacked
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.step.step import Step
 from graftune.weights.base import Base, open_base, with_new_tokens
 from tests.dist.sharded import EXAMPLES, results

@@ -7,7 +7,7 @@ import torch
 
 from graftune.errors import GraftuneError
 from graftune.model.families import from_config
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.weights.base import open_base
 from tests.gpu.test_step import examples
 from tests.support import families, quantised, tiny

@@ -13,7 +13,7 @@ import torch
 from graftune.batch import Example
 from graftune.model.frozen.tensor_rows import TensorRows
 from graftune.model.mixers.gated_delta import DeltaHeads, GatedDeltaSpec
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.step.step import Step
 from graftune.weights import rows
 from graftune.weights.base import open_base

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from graftune.api import export
 from graftune.errors import GraftuneError
 from graftune.model.families import from_config
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.weights.base import open_base, with_new_tokens
 from graftune.weights.describe import base_facts
 from tests.parity.test_full import transformers_logits

@@ -24,7 +24,7 @@ from graftune.model.lora import build_arena, initialise
 from graftune.model.spec import ModelSpec
 from graftune.runtime import Runtime
 from graftune.session import attention_for
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.weights import names, rows
 from graftune.weights.base import Base, _checked_spec, open_base
 from graftune.weights.model import hf_config

@@ -15,7 +15,7 @@ from graftune.model.feed_forward.experts import ExpertsSpec
 from graftune.model.feed_forward.gated import GatedSpec
 from graftune.model.feed_forward.router import RouterSpec
 from graftune.model.layer_spec import BranchPart, BranchSpec, LayerSpec
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.step.step import Step
 from tests.model.test_branches import DOCUMENTS, EXAMPLES, LAYERS, MIXING, WIDTH, Reference, Toy, close, norm, toy
 from tests.support.pairwise import pairwise

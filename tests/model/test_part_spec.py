@@ -19,7 +19,7 @@ from graftune.model.lora import build_arena, start_from_scratch
 from graftune.model.mixers.attention import Attention
 from graftune.model.mixers.short_conv import ShortConvSpec
 from graftune.model.spec import ModelSpec
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.step.step import Step
 from graftune.weights import rows
 from tests.support import oracle, specs

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from graftune.model.lora import initialise, scaling
-from graftune.settings.config import PROJECTIONS, LoraConfig
+from graftune.settings.sections import LoraConfig
+from graftune.settings.targets import PROJECTIONS
 from tests.support import oracle
 
 RANK = 8

@@ -16,7 +16,8 @@ from graftune.model.layer_spec import BranchPart, BranchSpec
 from graftune.model.lora import build_arena, target_names, targets_of
 from graftune.model.spec import ModelSpec
 from graftune.runtime import resolve
-from graftune.settings.config import LoraConfig, expand_targets, is_target, ordered_targets
+from graftune.settings.sections import LoraConfig
+from graftune.settings.targets import expand_targets, is_target, ordered_targets
 from graftune.weights.adapter import load_adapter
 from tests.exporting import models
 from tests.exporting.judges import opened

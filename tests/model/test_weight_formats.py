@@ -16,7 +16,7 @@ from graftune.model.frozen.interface import CheckpointWeight
 from graftune.model.frozen.tensor_rows import TensorRows
 from graftune.model.frozen.weight_format import WeightFormat
 from graftune.runtime import resolve
-from graftune.settings.config import BaseConfig, LoraConfig
+from graftune.settings.sections import BaseConfig, LoraConfig
 from graftune.weights.base import Base, open_base
 from graftune.weights.placement import choose_placement, held_bytes
 from tests.support import moe, quantised

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graftune import graph, spans
 from graftune.model.context import SideStreams
 from graftune.observe.profile import Profile, Span, StepSample, bottleneck, read
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.spans import Name, StampTurn, Timeline
 from graftune.step.pipeline import HostPipeline
 from graftune.step.step import Step

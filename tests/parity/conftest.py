@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from tests.support import oracle
 
 

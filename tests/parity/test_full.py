@@ -25,7 +25,8 @@ from graftune.observe.console import Console
 from graftune.observe.events import read_events
 from graftune.runtime import resolve
 from graftune.session import open_session
-from graftune.settings.config import Config, LoraConfig
+from graftune.settings.config import Config
+from graftune.settings.sections import LoraConfig
 from graftune.step.step import Step
 from graftune.weights import checkpoint, names
 from graftune.weights.base import open_base

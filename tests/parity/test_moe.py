@@ -20,7 +20,8 @@ from graftune.infer.sample import Sampling
 from graftune.model.lora import build_arena, targets_of
 from graftune.model.spec import ModelSpec
 from graftune.observe.console import Console
-from graftune.settings.config import Config, LoraConfig
+from graftune.settings.config import Config
+from graftune.settings.sections import LoraConfig
 from graftune.step.step import Step
 from graftune.weights import experts, names, rows
 from graftune.weights.adapter import _peft_config

@@ -19,7 +19,7 @@ from graftune.data.sample import sample_path
 from graftune.kernels import launch
 from graftune.model.frozen import Dense, Mapped, Unpacked
 from graftune.runtime import resolve
-from graftune.settings.config import DataConfig, LoraConfig
+from graftune.settings.sections import DataConfig, LoraConfig
 from graftune.step.step import Step
 from graftune.weights.base import Base, open_base
 from graftune.weights.placement import choose_placement

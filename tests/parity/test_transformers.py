@@ -7,7 +7,7 @@ import torch
 
 from graftune.batch import Example
 from graftune.errors import GraftuneError
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from tests.support import oracle, tiny
 from tests.support.thorough import THOROUGH
 

@@ -36,7 +36,8 @@ from graftune.plan.counting import Counting, Tally, block_bytes
 from graftune.plan.rehearse import sampling_cache
 from graftune.runtime import Runtime
 from graftune.session import attention_for
-from graftune.settings.config import Config, LoraConfig
+from graftune.settings.config import Config
+from graftune.settings.sections import LoraConfig
 from graftune.training import prepare
 from graftune.weights import placement
 from graftune.weights.base import open_base

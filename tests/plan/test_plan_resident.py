@@ -84,7 +84,7 @@ MEDIUM = """
 import json
 from dataclasses import replace
 import torch
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.data.pack import Capacities
 from tests.support import specs
 from graftune.observe.memory import forget_peak, peak_resident_bytes, resident_bytes

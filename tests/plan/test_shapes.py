@@ -16,7 +16,7 @@ from graftune.plan import Plan, rehearse
 from graftune.plan.counting import without_memory
 from graftune.plan.job import from_few_layers
 from graftune.plan.shapes import RULES
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from tests.plan.test_plan import DELTA, Setup, biased, gpu, setup, spec
 from tests.support import specs
 

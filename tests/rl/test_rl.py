@@ -21,7 +21,8 @@ from graftune.infer import generate
 from graftune.observe.events import read_events
 from graftune.rl.rewards import Rewards, advantages_of
 from graftune.rl.rounds import example_of
-from graftune.settings.config import Config, DataConfig, RlConfig
+from graftune.settings.config import Config
+from graftune.settings.sections import DataConfig, RlConfig
 from tests.losses import sampled
 from tests.training.runs import adapter_bytes
 

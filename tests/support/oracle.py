@@ -18,7 +18,7 @@ from graftune.model.decoder import Decoder, PackedDocuments
 from graftune.model.lora import build_arena, initialise, targets_of
 from graftune.model.spec import ModelSpec
 from graftune.runtime import DTYPES, resolve
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.step.step import Step
 from graftune.weights import names, rows
 from graftune.weights.base import Base, open_base

@@ -20,7 +20,8 @@ from graftune.model.frozen.tensor_rows import TensorRows
 from graftune.model.lora import build_arena, initialise, norm_names
 from graftune.model.spec import ModelSpec
 from graftune.runtime import DTYPES, resolve
-from graftune.settings.config import TARGETS, LoraConfig
+from graftune.settings.sections import LoraConfig
+from graftune.settings.targets import TARGETS
 from graftune.tokenizer import Tokenizer
 from graftune.weights.base import Base
 from graftune.weights.load import build_decoder

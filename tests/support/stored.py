@@ -25,7 +25,7 @@ from graftune.model.frozen.tensor_rows import TensorRows
 from graftune.model.lora import build_arena, initialise, norm_names
 from graftune.model.spec import ModelSpec
 from graftune.runtime import resolve
-from graftune.settings.config import LoraConfig, OptimConfig
+from graftune.settings.sections import LoraConfig, OptimConfig
 from graftune.step.pipeline import HostPipeline
 from graftune.step.schedule import hyperparameters, learning_rate
 from graftune.step.step import Step

@@ -16,7 +16,7 @@ from graftune.cli import main
 from graftune.data.template import chat_format, template_from_file
 from graftune.errors import GraftuneError
 from graftune.exporting.write import export
-from graftune.settings.config import DataConfig
+from graftune.settings.sections import DataConfig
 from graftune.tokenizer import ChatTemplate, examine, from_folder, from_gguf
 from tests.support import tiny
 from tests.support.thorough import THOROUGH

@@ -29,7 +29,8 @@ from graftune.observe.events import read_events
 from graftune.observe.progress import WorkProgress
 from graftune.observe.speed import Amounts, Meter
 from graftune.observe.trackers import Tracking, epochs_done, metrics_of
-from graftune.settings.config import Config, TrainConfig
+from graftune.settings.config import Config
+from graftune.settings.sections import TrainConfig
 from graftune.spans import StampTurn
 from graftune.step import floor
 from graftune.step.flops import StepFlops

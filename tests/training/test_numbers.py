@@ -17,7 +17,8 @@ from graftune.model.frozen import Dense
 from graftune.observe.console import Console
 from graftune.observe.events import read_events, steps
 from graftune.session import parts
-from graftune.settings.config import Config, LoraConfig
+from graftune.settings.config import Config
+from graftune.settings.sections import LoraConfig
 from graftune.step.not_finite import NotFinite, _CheckingTape, first_not_finite
 from graftune.step.pipeline import Figures, HostPipeline
 from graftune.step.step import Step

@@ -15,7 +15,8 @@ from graftune.model.feed_forward.routing import FIGURES
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
 from graftune.observe.report import document
-from graftune.settings.config import Config, LoraConfig
+from graftune.settings.config import Config
+from graftune.settings.sections import LoraConfig
 from graftune.step.pipeline import Figures, HostPipeline
 from graftune.step.step import Step
 from tests.support import moe, oracle, tiny

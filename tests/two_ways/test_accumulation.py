@@ -19,7 +19,7 @@ from graftune.data.pack import pack
 from graftune.kernels.adamw import Hyper
 from graftune.model.context import Dropout
 from graftune.model.decoder import PackedDocuments
-from graftune.settings.config import LoraConfig, OptimConfig
+from graftune.settings.sections import LoraConfig, OptimConfig
 from graftune.step.schedule import learning_rate
 from graftune.step.step import Step
 from tests.support import oracle, tiny

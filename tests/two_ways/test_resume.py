@@ -22,7 +22,7 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.model.arena import Arena, Slot
 from graftune.observe.events import evals, read_events, steps
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.weights import adapter, checkpoint, safetensors_io
 from graftune.weights.checkpoint import Progress
 from tests.support import oracle

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from graftune.model.decoder import Decoder
 from graftune.model.lora import build_arena
 from graftune.runtime import resolve
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.weights.base import open_base
 from graftune.weights.load import build_decoder
 from graftune.weights.placement import Placement

@@ -18,7 +18,7 @@ from graftune.model.frozen import Scratch, Table, Unpacked, mapped
 from graftune.model.frozen.formats.floats import FloatRows
 from graftune.model.frozen.formats.gguf import GgufRows
 from graftune.model.frozen.tensor_rows import TensorRows
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.weights import finite
 from graftune.weights.base import open_base
 from tests.support import oracle, quantised

@@ -20,7 +20,7 @@ from graftune.model.frozen.formats.gguf import GgufRows
 from graftune.model.frozen.formats.nf4 import Nf4Rows
 from graftune.model.part import FileOrder
 from graftune.runtime import resolve
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.weights import load, placement
 from graftune.weights.base import Base, open_base
 from graftune.weights.gguf_io import GgufTensor

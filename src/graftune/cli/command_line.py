@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from graftune.cli.settings import flag
 from graftune.errors import GraftuneError
 from graftune.settings import other_tools
-from graftune.settings.config import TARGET_SHORTHANDS, is_target, leaves
+from graftune.settings.config import leaves
+from graftune.settings.targets import TARGET_SHORTHANDS, is_target
 
 VERBATIM = ("--prompt", "--system")  # the next word is text, even if it looks like a flag
 GLOBAL = ("--verbose",)

@@ -102,7 +102,7 @@ def _explain(name: str, revision: str, console: Console) -> int:
 
 def _template(tokenizer: Any) -> str:
     from graftune.data.template import chat_format
-    from graftune.settings.config import DataConfig
+    from graftune.settings.sections import DataConfig
 
     try:
         chat_format(tokenizer, DataConfig())

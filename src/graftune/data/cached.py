@@ -29,7 +29,7 @@ from graftune.data.kind import ANSWERS, DataKind
 from graftune.data.writer import StoreWriter
 from graftune.errors import GraftuneError
 from graftune.io import files, user_cache
-from graftune.settings.config import DataConfig
+from graftune.settings.sections import DataConfig
 from graftune.tokenizer import Tokenizer
 
 LIMIT = 20 << 30  # bytes of all entries together

@@ -33,7 +33,7 @@ from graftune.data.writer import StoreWriter
 from graftune.errors import GraftuneError
 from graftune.io.files import open_plain
 from graftune.observe.console import Console
-from graftune.settings.config import DataConfig
+from graftune.settings.sections import DataConfig
 from graftune.settings.sources import DataValue, label
 from graftune.tokenizer import Tokenizer
 

@@ -20,7 +20,7 @@ from graftune.data.format import ChatFormat, special_tokens
 from graftune.data.record import Message
 from graftune.data.row import Refusal
 from graftune.data.turns import loss_weight
-from graftune.settings.config import DataConfig
+from graftune.settings.sections import DataConfig
 from graftune.tokenizer import Tokenizer
 
 MANY_TURNS, MOST_TURNS = 64, 256  # trained in one conversation that is rendered as a whole, and in one example

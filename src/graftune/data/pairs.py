@@ -22,7 +22,7 @@ from graftune.data.shared_prompt import DIFFERENT, EQUAL
 from graftune.data.source import rows, sources
 from graftune.data.turns import ROLES, Message, parsed
 from graftune.errors import GraftuneError
-from graftune.settings.config import DataConfig
+from graftune.settings.sections import DataConfig
 from graftune.settings.sources import DataValue
 
 EMPTY = "an empty side"

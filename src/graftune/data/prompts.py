@@ -17,7 +17,7 @@ from graftune.data.row import Refusal
 from graftune.data.source import digest_of, rows, sources
 from graftune.data.turns import ROLES, Message, parsed
 from graftune.errors import GraftuneError
-from graftune.settings.config import DataConfig
+from graftune.settings.sections import DataConfig
 from graftune.settings.sources import DataValue, label
 
 _ANSWER = "answer"  # stands in for the answer that a record of other data has

@@ -29,7 +29,7 @@ from graftune.data.turns import as_unicode
 from graftune.data.writer import NewExample
 from graftune.errors import GraftuneError
 from graftune.io.json_file import no_collections
-from graftune.settings.config import DataConfig
+from graftune.settings.sections import DataConfig
 from graftune.tokenizer import Tokenizer
 
 CHUNK_ROWS = 1024

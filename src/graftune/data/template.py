@@ -12,7 +12,7 @@ from graftune.data.format import ChatFormat, PlainTemplate, special_pattern, spe
 from graftune.data.probe import probe
 from graftune.errors import GraftuneError
 from graftune.io.files import open_plain
-from graftune.settings.config import DataConfig
+from graftune.settings.sections import DataConfig
 from graftune.tokenizer import ChatTemplate, Tokenizer, examine
 
 __all__ = [

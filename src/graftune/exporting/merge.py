@@ -23,7 +23,7 @@ from graftune.model.frozen import RowSource
 from graftune.model.frozen.tensor_rows import DTYPES, TensorRows
 from graftune.model.lora import scaling, targets_of
 from graftune.model.spec import ModelSpec
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.weights import experts
 from graftune.weights.adapter_fit import Adapter, check_tables, fitted
 from graftune.weights.base import Base, with_new_tokens

@@ -24,7 +24,8 @@ from graftune.run_folder import (
     whole_run,
 )
 from graftune.session import check_base, with_template
-from graftune.settings.config import Config, DataConfig
+from graftune.settings.config import Config
+from graftune.settings.sections import DataConfig
 from graftune.weights.adapter import Adapter, fitted, is_adapter, load_adapter
 from graftune.weights.base import Base, open_base
 

@@ -24,7 +24,7 @@ from graftune.losses.interface import (
     sums_ahead,
 )
 from graftune.losses.kto import Kto, KtoZero
-from graftune.settings.config import LOSS_SETTINGS, TrainConfig
+from graftune.settings.sections import LOSS_SETTINGS, TrainConfig
 
 __all__ = [
     "LOSSES",

@@ -20,7 +20,8 @@ from graftune.model.arena import Arena, LoraGroup, Slot
 from graftune.model.feed_forward.expert_projection import ExpertLora
 from graftune.model.part import PartSpec
 from graftune.model.spec import ModelSpec
-from graftune.settings.config import FUSED, PARTS, LoraConfig, expand_targets
+from graftune.settings.sections import LoraConfig
+from graftune.settings.targets import FUSED, PARTS, expand_targets
 
 
 def norm_names(spec: ModelSpec) -> list[tuple[int, str, int]]:

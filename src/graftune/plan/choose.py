@@ -23,7 +23,7 @@ from graftune.errors import GraftuneError
 from graftune.infer.cache import MOST_PLACES
 from graftune.observe.memory import human_bytes
 from graftune.plan.job import Job, Plan
-from graftune.settings.config import BaseConfig
+from graftune.settings.sections import BaseConfig
 from graftune.weights.placement import Placement
 
 POLICIES = ("none", "selective", "full", "offload")

@@ -41,7 +41,8 @@ from graftune.plan.libraries import TAKEN, OnCpu, OnGpu
 from graftune.plan.unread_sources import unread
 from graftune.runtime import Runtime
 from graftune.session.parts import Parts
-from graftune.settings.config import Config, LoraConfig
+from graftune.settings.config import Config
+from graftune.settings.sections import LoraConfig
 from graftune.step.evaluate import evaluate_batch
 from graftune.weights.base import Base
 from graftune.weights.placement import Placement

@@ -18,7 +18,7 @@ from typing import Any
 
 from graftune.data.prompts import PromptRow
 from graftune.errors import GraftuneError, one_line
-from graftune.settings.config import RlConfig
+from graftune.settings.sections import RlConfig
 from graftune.training.user_function import CallFailed, FunctionName, UserFunction
 
 EPSILON = 1e-4  # added to the standard deviation, as TRL does

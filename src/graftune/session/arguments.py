@@ -15,7 +15,7 @@ from graftune.data.row import Refusal
 from graftune.data.turns import Turns, check_turn_media
 from graftune.errors import GraftuneError
 from graftune.losses import Loss
-from graftune.settings.config import OptimConfig
+from graftune.settings.sections import OptimConfig
 from graftune.settings.values import checked
 
 Message = Mapping[str, Any]

@@ -29,7 +29,8 @@ from graftune.runtime import Runtime, resolve
 from graftune.session.parts import Parts
 from graftune.session.session import Session
 from graftune.settings import auto
-from graftune.settings.config import Config, LoraConfig
+from graftune.settings.config import Config
+from graftune.settings.sections import LoraConfig
 from graftune.weights.adapter import Adapter, load_adapter, place_adapter
 from graftune.weights.base import Base, open_base, with_new_tokens
 from graftune.weights.model import hf_config

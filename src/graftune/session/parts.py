@@ -33,7 +33,8 @@ from graftune.model.mixers.attention import Attention, OwnBackend
 from graftune.model.start import Start
 from graftune.ranks import WHOLE, Share
 from graftune.runtime import DTYPES, Runtime
-from graftune.settings.config import Config, LoraConfig
+from graftune.settings.config import Config
+from graftune.settings.sections import LoraConfig
 from graftune.step.evaluate import EvalResult, evaluate
 from graftune.step.pipeline import Pipeline, pipeline_for
 from graftune.step.step import Step

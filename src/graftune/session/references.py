@@ -29,7 +29,7 @@ from graftune.data.encoded import Examples, token_places, unit_of
 from graftune.io import files
 from graftune.losses import Loss
 from graftune.session.parts import UNPLANNED, Parts
-from graftune.settings.config import TrainConfig
+from graftune.settings.sections import TrainConfig
 from graftune.step.evaluate import reference_pass
 
 SUFFIX = ".reference"

@@ -18,7 +18,8 @@ from typing import Any
 
 from graftune.errors import GraftuneError
 from graftune.settings import other_tools
-from graftune.settings.config import TARGET_SHORTHANDS, Config, is_target, leaves
+from graftune.settings.config import Config, leaves
+from graftune.settings.targets import TARGET_SHORTHANDS, is_target
 from graftune.settings.tool_data import DATA_NAMES, convert_data
 from graftune.settings.tool_files import COMPUTED, ToolFile, preference
 

@@ -1,6 +1,6 @@
 """The settings as keyword arguments, for type checkers and completion.
 
-Written by tools/readme.py from the fields of config.py: do not edit.
+Written by tools/readme.py from the fields of sections.py: do not edit.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 from graftune.kernels.adamw import Hyper
-from graftune.settings.config import OptimConfig
+from graftune.settings.sections import OptimConfig
 
 
 def learning_rate(step: int, total: int, config: OptimConfig) -> float:

@@ -31,7 +31,8 @@ from graftune.observe.memory import human_bytes
 from graftune.plan import Plan
 from graftune.session import Parts
 from graftune.settings import auto
-from graftune.settings.config import Config, OptimConfig, Resume, TrainConfig, leaves
+from graftune.settings.config import Config, leaves
+from graftune.settings.sections import OptimConfig, Resume, TrainConfig
 from graftune.settings.sources import absolute
 from graftune.step.schedule import learning_rate
 from graftune.training.checkpoints import Checkpoints
@@ -77,7 +78,7 @@ def stretched(settings: TrainConfig, loader: Loader) -> float:
 
 
 def settings_that(*resume: Resume) -> list[str]:
-    """The settings that are declared so in settings/config.py."""
+    """The settings that are declared so in settings/sections.py."""
     return [leaf.name for leaf in leaves() if leaf.resume in resume]
 
 

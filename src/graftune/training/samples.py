@@ -21,7 +21,8 @@ from graftune.infer.sample import Sampling
 from graftune.observe.console import AnswerRow, Console
 from graftune.observe.events import Event
 from graftune.session import Parts, text
-from graftune.settings.config import Config, RunConfig
+from graftune.settings.config import Config
+from graftune.settings.sections import RunConfig
 from graftune.tokenizer import Tokenizer
 from graftune.training.hooks import Hook, RunState
 

@@ -25,7 +25,8 @@ from graftune.model.arena import Arena
 from graftune.model.families import NORMS, family_of, short_targets
 from graftune.model.lora import target_names, targets_of
 from graftune.model.spec import ModelSpec
-from graftune.settings.config import LoraConfig, is_target, ordered_targets
+from graftune.settings.sections import LoraConfig
+from graftune.settings.targets import is_target, ordered_targets
 from graftune.weights import experts, names, rows, safetensors_io
 from graftune.weights.adapter_fit import TABLES, Adapter, check_tables, fitted, place_adapter
 from graftune.weights.apr import load_apr

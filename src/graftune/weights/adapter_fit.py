@@ -14,7 +14,7 @@ from graftune.errors import GraftuneError
 from graftune.model.arena import Arena
 from graftune.model.frozen import RowSource
 from graftune.model.spec import ModelSpec
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.weights import experts, rows
 from graftune.weights.base import Base
 from graftune.weights.uniform_rank import filled

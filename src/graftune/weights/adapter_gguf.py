@@ -14,7 +14,8 @@ import torch
 
 from graftune.errors import GraftuneError
 from graftune.model.families import by_architecture, modules_of, short_targets
-from graftune.settings.config import TARGETS, LoraConfig
+from graftune.settings.sections import LoraConfig
+from graftune.settings.targets import TARGETS
 from graftune.weights import experts
 from graftune.weights.adapter_fit import Adapter
 from graftune.weights.gguf_io import read_gguf

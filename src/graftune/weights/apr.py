@@ -21,7 +21,7 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.model.families import FAMILIES, MODULES, modules_of, short_targets
 from graftune.model.spec import ModelSpec
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.weights import apr_io, experts, rows
 from graftune.weights.adapter_fit import Adapter, fitted
 from graftune.weights.apr_io import AprFile, AprTensor

@@ -37,7 +37,7 @@ from graftune.model.projection import Projection
 from graftune.model.rotary import RopeSpec
 from graftune.model.spec import ModelSpec
 from graftune.runtime import Runtime
-from graftune.settings.config import LoraConfig
+from graftune.settings.sections import LoraConfig
 from graftune.weights.base import Base
 from graftune.weights.finite import check_loaded, naming_nonfinite
 from graftune.weights.placement import Placement

@@ -20,7 +20,7 @@ from graftune.errors import GraftuneError
 from graftune.model.families import MODULES, short_targets
 from graftune.model.lora import targets_of
 from graftune.model.spec import ModelSpec
-from graftune.settings.config import TARGETS, is_target, ordered_targets
+from graftune.settings.targets import TARGETS, is_target, ordered_targets
 from graftune.weights import names
 
 MOST_PATTERNS = 4000  # one for each module of a model, and more

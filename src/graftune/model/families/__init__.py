@@ -28,7 +28,7 @@ from graftune.model.families.qwen_delta import QWEN_DELTA
 from graftune.model.families.reading import Config
 from graftune.model.families.refused import REFUSED
 from graftune.model.spec import ModelSpec
-from graftune.settings.config import TARGETS, ordered_targets
+from graftune.settings.targets import TARGETS, ordered_targets
 
 
 def modules_of(names: Collection[str]) -> dict[str, tuple[str, ...]]:
