@@ -44,6 +44,8 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["train", "-c", "/nowhere/run.yaml"], ["/nowhere/run.yaml", "cannot be read"]),
     (["train", "--resume", "/nowhere"], ["/nowhere", "no such run folder"]),
     (["train", "--resume", "/"], ["is not a run folder"]),
+    (["rl", "m.gguf", "d.jsonl"], ["there is no reward function; name one, as in --reward file.py"]),
+    (["rl", "--resume", "runs/a"], ["runs/a: there is no reward function; resume it with graftune train --resume"]),
     (["chat"], ["TARGET requires", "graftune chat --help"]),
     (["chat", "x", "--temperature", "-1"], ["--temperature is -1.0; it must be at least 0"]),
     (["chat", "x", "--temperature", "nan"], ["--temperature is nan"]),

@@ -10,6 +10,7 @@ from graftune.cli.settings import Switch, given, loaded, looked_at, positional, 
 from graftune.cli.train import ended, engine
 from graftune.data.sample import parcels
 from graftune.data.sample.parcels import parcels_path
+from graftune.errors import GraftuneError
 from graftune.io.yaml_file import read_yaml
 from graftune.observe.console import Console
 from graftune.settings.config import Config, flatten
@@ -74,4 +75,7 @@ def rl(
         if not whole.data.data and not whole.rl.reward:
             whole = whole.replace(data=str(parcels_path()), reward=[parcels.__file__])
         whole = looked_at(whole)
+    if not whole.rl.reward:
+        fix = f"resume it with graftune train --resume {resume}" if resume else "name one, as in --reward file.py"
+        raise GraftuneError("there is no reward function", where=resume, fix=fix)
     return ended(engine(whole, console, resume or None, flags, watch), console, resume)
