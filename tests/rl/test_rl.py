@@ -94,7 +94,12 @@ def test_failures_are_counted(name: str, totals: list[float | None], why: str, f
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("x.txt", "file.py"), ("none.py", "no such file"), ("rewards.py:absent", "no function absent")],
+    [
+        ("x.txt", "file.py"),
+        ("none.py", "no such file"),
+        ("rewards.py:absent", "no function absent"),
+        ("rewards.py:length=1.2.3", "file.py:function=WEIGHT"),
+    ],
 )
 def test_a_function_that_cannot_be_used_is_refused(text: str, why: str, functions: Path) -> None:
     with pytest.raises(GraftuneError, match=why):

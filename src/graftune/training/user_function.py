@@ -40,7 +40,7 @@ class FunctionName:
 
     @staticmethod
     def of(text: str, kind: Kind = "reward") -> FunctionName:
-        match = re.fullmatch(r"(.+\.py)(?::([A-Za-z_]\w*))?(?:=([+-]?[0-9.]+(?:e[+-]?[0-9]+)?))?", text)
+        match = re.fullmatch(r"(.+\.py)(?::([A-Za-z_]\w*))?(?:=([+-]?[0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?))?", text)
         if match is None or (kind == "metric" and (match[2] is None or match[3])):
             fixes = {
                 "reward": "write file.py, file.py:function or file.py:function=WEIGHT",
