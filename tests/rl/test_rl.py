@@ -46,6 +46,12 @@ def nan_for_long(completions, **columns):
 def too_few(completions, **columns):
     return [1.0]
 
+def forgets(completions, **columns):
+    [1.0 for one in completions]
+
+def none(completions, **columns):
+    return [None for one in completions]
+
 def hangs(completions, **columns):
     time.sleep(60)
 
@@ -83,6 +89,7 @@ def test_rewards_are_weighted_sums_of_those_that_apply(functions: Path) -> None:
         ("raises_for_b", [1.1, 1.5, None, None], "not b"),  # the other group keeps its rewards
         ("nan_for_long", [1.1, None, 1.2, 1.0], "not finite"),
         ("too_few", [None] * 4, "1 numbers for 2 completions"),
+        ("forgets", [None] * 4, "it returned None, which is not a list of numbers"),
         ("hangs", [None] * 4, "longer than"),
     ],
 )
@@ -90,6 +97,14 @@ def test_failures_are_counted(name: str, totals: list[float | None], why: str, f
     found = rewarded(functions, "length", name, seconds=1.5 if name == "hangs" else 30.0)
     assert found.failed == {name: totals.count(None)} and why in found.errors[name]
     assert found.totals == pytest.approx(totals)
+
+
+def test_why_answers_have_no_reward(functions: Path) -> None:
+    assert rewarded(functions, "wanted").problems == {"None": "no reward function gave a number for 2 answers"}
+    found = rewarded(functions, "wanted", "raises_for_b").problems  # the answers to b, for which wanted gives None
+    assert list(found.values()) == [
+        f"the reward raises_for_b failed for 2 answers: ValueError: not b (line 12 of {functions.name})"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -219,6 +234,19 @@ def test_stopped_within_a_round_and_resumed_is_straight(
     assert (result.stopped, result.steps) == ("interrupted", 3)
     graftune.train(resume=tmp_path / "run")
     assert adapter_bytes(tmp_path / "run") == adapter_bytes(straight)
+
+
+def test_a_run_without_a_reward_says_so(
+    settings: dict[str, Any], functions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = settings | {"reward": (f"{functions}:none",), "max_steps": 1, "updates_per_round": 1}
+    folder = graftune.train(**few, out=str(tmp_path / "run")).folder
+    said, events = capsys.readouterr().err, read_events(folder / "metrics.jsonl")
+    assert "step 1: no reward function gave a number for 9 answers; answers without a reward are not trained" in said
+    assert "held-out prompts at step 0: no reward function gave a number for" in said
+    assert "because no group had two different rewards" in said
+    (step,) = (e for e in events if e["event"] == "step")
+    assert step["skipped_groups"] == 0 and step["reward_failed"] == 9, "no rewards are not equal rewards"
 
 
 def test_a_loss_that_reads_no_rewards_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:

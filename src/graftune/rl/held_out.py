@@ -69,12 +69,11 @@ class HeldOut(Evaluation):
     ) -> None:
         p, report = state.progress, state.report
         facts: dict[str, Any] = {"metric_records": len(answers)}
-        if rewarded.errors:
-            name, why = next(iter(rewarded.errors.items()))
-            facts |= {"metric_failed": int(figures["reward_failed"]), "metric_error": f"{name}: {why}"}
-            report.warn(f"step {p.step}: the reward {name} failed for {rewarded.failed[name]} answers; {why}", p.step)
+        if problems := list(rewarded.problems.values()):
+            facts |= {"metric_failed": int(figures["reward_failed"]), "metric_error": problems[0]}
+            report.warn(f"held-out prompts at step {p.step}: {'; '.join(problems)}", p.step)
         report.log.emit("eval", step=p.step, epoch=p.epoch, loss=None, metrics=figures, **facts)
-        shown = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in figures.items())
+        shown = ", ".join(f"{name.replace('_', ' ')} {round(value, 3):,}" for name, value in figures.items())
         report.console.note(f"held-out prompts at step {p.step}: {shown}")
         few = state.config.run.samples
         if few:

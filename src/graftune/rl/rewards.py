@@ -5,7 +5,8 @@
 Each function runs in a process of its own with a time limit (training/user_function.py) and gets all answers of a round
 in one call. If that call raises or returns too few numbers, it is called again group by group, so that only the groups
 that it cannot handle are lost. None means that the function does not apply to an answer; the others then decide alone.
-A number that is not finite, and a call that fails, leave the answer without a reward: it is not trained, and counted.
+A number that is not finite, and a call that fails, leave the answer without a reward, as does None from every function:
+it is not trained, and counted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from graftune.data.prompts import PromptRow
+from graftune.data.summary import counted
 from graftune.errors import GraftuneError, one_line
 from graftune.settings.sections import RlConfig
 from graftune.training.user_function import CallFailed, FunctionName, UserFunction
@@ -34,6 +36,18 @@ class Rewarded:
     by_function: dict[str, list[float | None]]
     failed: dict[str, int] = field(default_factory=dict)  # answers that each function failed for
     errors: dict[str, str] = field(default_factory=dict)  # the first error of each
+    inapplicable: int = 0  # answers for which every function returned None
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """Why answers have no reward, and a sentence with their number."""
+        found = {
+            f"{name}: {why}": f"the reward {name} failed for {counted(self.failed[name], 'answer')}: {why}"
+            for name, why in self.errors.items()
+        }
+        if self.inapplicable:
+            found["None"] = f"no reward function gave a number for {counted(self.inapplicable, 'answer')}"
+        return found
 
     @property
     def means(self) -> dict[str, float]:
@@ -84,6 +98,7 @@ class Rewards:
             known = [self.weights[name] * value for name, value in parts.items() if value is not None]
             if known and place not in unusable:
                 found.totals[place] = math.fsum(known)
+        found.inapplicable = found.totals.count(None) - len(unusable)
         return found
 
 

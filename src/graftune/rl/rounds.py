@@ -59,7 +59,7 @@ class Round:
     examples: list[dict[str, Any]]  # tokenised, for the loss
     figures: dict[str, float]  # of its answers, by name, for the log
     shown: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # best and worst answers
-    failed: dict[str, str] = field(default_factory=dict)  # the first error of each reward function that failed
+    failed: dict[str, str] = field(default_factory=dict)  # `Rewarded.problems`
 
     def save(self, folder: Path, updates: int, checkpoints: Collection[int]) -> None:
         """`checkpoints`: their steps. Rounds of so many updates that one of them lies within are kept."""
@@ -116,10 +116,10 @@ def draw(
     ]
     answers = [answer for group in groups for answer in group]
     figures = answer_figures(answers, rewarded) | seconds
-    skipped = sum(not some for some in advantages)
+    skipped = sum(not some and group.count(None) < len(group) for some, group in zip(advantages, by_group, strict=True))
     figures |= {"skipped_groups": skipped, "sample_tok_s": _tokens(answers) / max(seconds["sample_s"], 1e-9)}
     shown = _shown([prompt for prompt, group in zip(prompts, groups, strict=True) for _ in group], answers, rewarded)
-    return Round(step, examples, figures, shown, rewarded.errors)
+    return Round(step, examples, figures, shown, rewarded.problems)
 
 
 def example_of(prompt: Sequence[int], answer: Sample, advantage: float) -> dict[str, Any]:

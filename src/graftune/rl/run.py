@@ -52,7 +52,7 @@ class PolicyRun(Run):
         self.times = PhaseTimes()
         evaluation = [HeldOut(self.session, prepared.data.held_out, prepared.rewards)] if prepared.data.held_out else []
         self.hooks = self.state.hooks = [*evaluation, self.times, *self._last_hooks(callbacks)]
-        self.reported: set[str] = set()  # errors of reward functions
+        self.reported: set[str] = set()  # why answers had no reward
 
     def start(self) -> None:
         write_start(self.state, len(self.prepared.data.training), self.prepared.plan, self.checkpoints.identity)
@@ -90,13 +90,12 @@ class PolicyRun(Run):
         return found
 
     def _report_failures(self, found: Round) -> None:
-        """Each error once; how many answers have no reward is a figure of every step."""
-        for name, why in found.failed.items():
-            if why not in self.reported and len(self.reported) < 20:
-                self.reported.add(why)
-                step, count = self.state.progress.step + 1, int(found.figures.get("reward_failed", 0))
-                lost = f"{count} answers have no reward and are not trained"
-                self.state.report.warn(f"step {step}: the reward {name} failed ({why}); {lost}", step)
+        """Each reason once; how many answers have no reward is a figure of every step."""
+        for reason, text in found.failed.items():
+            if reason not in self.reported and len(self.reported) < 20:
+                self.reported.add(reason)
+                step = self.state.progress.step + 1
+                self.state.report.warn(f"step {step}: {text}; answers without a reward are not trained", step)
 
     def _update(self, drawn: Round) -> None:
         """One optimizer step over all answers of a round."""

@@ -30,7 +30,7 @@ def finish(state: RunState, checkpoints: Checkpoints, stopped: str) -> dict[str,
     if p.step and not p.updates:
         why = "every update was skipped, because no gradient was finite"
         if state.config.rl.reward:
-            why = "no update was made, because in every group the rewards were equal or a gradient was not finite"
+            why = "no update was made, because no group had two different rewards, or no gradient was finite"
         console.warn(f"{why}: nothing was trained")
     elif p.first_loss is not None and p.best_loss is not None and p.best_loss >= p.first_loss and p.best_metric is None:
         console.warn("validation loss did not fall below where it started: training does not help on this data")

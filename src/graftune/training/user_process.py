@@ -55,7 +55,10 @@ def numbers(value: Any, name: str) -> dict[str, float]:
 
 
 def rewards(value: Any, count: int) -> dict[str, Any]:
-    found = list(value.tolist() if hasattr(value, "tolist") else value)
+    found = value.tolist() if hasattr(value, "tolist") else value
+    if not hasattr(found, "__iter__") or isinstance(found, str | bytes | dict):
+        raise TypeError(f"it returned {repr(value)[:60]}, which is not a list of numbers")
+    found = list(found)
     if len(found) != count:
         raise ValueError(f"it returned {len(found)} numbers for {count} completions")
     made: list[float | None] = []
