@@ -12,6 +12,7 @@ import pytest
 import graftune
 from graftune.batch import Example
 from graftune.data.summary import Summary
+from graftune.losses import CrossEntropy
 from graftune.settings.config import Config
 from graftune.step.evaluate import EvalResult
 
@@ -66,6 +67,10 @@ class Engine:
     @property
     def base(self) -> Any:
         return SimpleNamespace(spec=SimpleNamespace(max_positions=512))
+
+    @property
+    def loss(self) -> Any:
+        return CrossEntropy()
 
     @property
     def config(self) -> Any:

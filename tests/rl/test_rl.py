@@ -11,6 +11,7 @@ import pytest
 from tools import reward_data
 
 import graftune
+from graftune.cli import main
 from graftune.dashboard.runs import open_runs
 from graftune.dashboard.views import details
 from graftune.data.prompts import PromptRow, prompt_of, read_prompts
@@ -18,6 +19,7 @@ from graftune.data.row import Refusal
 from graftune.data.sample.parcels import parcels_path, reward
 from graftune.errors import GraftuneError
 from graftune.infer import generate
+from graftune.losses import CrossEntropy
 from graftune.observe.events import read_events
 from graftune.rl.rewards import Rewards, advantages_of
 from graftune.rl.rounds import example_of
@@ -222,6 +224,17 @@ def test_a_run_reports_its_rewards(straight: Path) -> None:
     plan = json.loads((straight / "plan.json").read_text())
     assert plan["settings"]["samples_at_once"] == 9 and plan["owners"]["cache of generation"] > 0
     assert Config.of_run(straight).rl.samples_at_once == 9
+
+
+def test_eval_of_a_run_is_the_cross_entropy(straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"prompt": "word 1", "response": "two"}) + "\n")
+    capsys.readouterr()
+    assert main(["eval", str(straight), str(data), "--device", "cpu", "--base-too", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    with graftune.open(straight, loss=CrossEntropy(), device="cpu", quiet=True) as session:
+        want = session.evaluate(str(data))
+    assert found["loss"] == pytest.approx(want.loss, rel=1e-5) and found["base"]["loss"] != found["loss"]
 
 
 def test_stopped_within_a_round_and_resumed_is_straight(

@@ -42,6 +42,8 @@ def evaluate(
     console = Console(json=json, quiet=quiet)
     check_data(data)
 
+    from graftune.data.tokenised import SAMPLED
+    from graftune.losses import CrossEntropy
     from graftune.training.metric import check_metric, metric_of
     from graftune.training.prepare import report_refused
 
@@ -49,6 +51,8 @@ def evaluate(
     check_metric(Config.of(asked))
 
     run = open_target(target, settings, needs_adapter="--base-too" if base_too else None, console=console, task="eval")
+    if run.loss.data is SAMPLED:  # a run of reinforcement learning: files hold no advantages of sampled answers
+        run._use_loss(CrossEntropy())
     examples = run.prepare(data, console)
     summary = examples.summary
     report_refused(console, summary)
