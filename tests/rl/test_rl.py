@@ -262,9 +262,18 @@ def test_a_run_without_a_reward_says_so(
     assert step["skipped_groups"] == 0 and step["reward_failed"] == 9, "no rewards are not equal rewards"
 
 
-def test_a_loss_that_reads_no_rewards_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(GraftuneError, match="does not train on rewards"):
-        graftune.train(**settings | {"loss": "dpo"}, out=str(tmp_path / "run"))
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ({"loss": "dpo"}, "does not train on rewards"),
+        ({"answer_tokens": 128, "max_seq_len": 64}, "128 and max_seq_len is 64, which leaves no token for a prompt"),
+    ],
+)
+def test_settings_that_do_not_fit_rewards_are_refused(
+    other: dict[str, Any], why: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(GraftuneError, match=why):
+        graftune.train(**settings | other, out=str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 

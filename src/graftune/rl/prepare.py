@@ -178,6 +178,10 @@ class _Encoded:
 def _fitting(found: PromptData, config: Config, tokenizer: Tokenizer, console: Console, value: DataValue) -> _Encoded:
     """The prompts that leave space for an answer. Others are counted and reported."""
     form, most = usable_format(tokenizer, config.data), config.data.max_seq_len - config.rl.answer_tokens
+    if most < 1:
+        sizes = f"answer_tokens is {config.rl.answer_tokens} and max_seq_len is {config.data.max_seq_len}"
+        what = f"{sizes}, which leaves no token for a prompt"
+        raise GraftuneError(what, fix="set max_seq_len, or lower answer_tokens")
     kept: list[tuple[PromptRow, list[int]]] = []
     for prompt in found.prompts:
         try:
