@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from graftune.data.chat import CLOSED_AT_ONCE, HEADER_TRAINED, NO_NAME, NO_REASONING, OTHER_PROMPT
+from graftune.data.chat import (
+    CLOSED_AT_ONCE,
+    HEADER_TRAINED,
+    MORE_ADDED,
+    MOST_ADDED,
+    NO_NAME,
+    NO_REASONING,
+    OTHER_PROMPT,
+)
 from graftune.data.record import BLANK, EARLY
 from graftune.errors import GraftuneError
 from tests.data.helpers import CHATML, turns, with_template
@@ -160,15 +168,89 @@ def test_a_header_without_a_generation_prompt_is_trained_and_said(tmp_path: Path
     ],
 )
 def test_words_of_the_template_around_an_answer_are_said(before: str, after: str, said: str, tmp_path: Path) -> None:
-    """Each run says once what it trains beside the author's text; a template without such words says nothing."""
+    """What is trained beside the author's text is reported; a template without such words reports nothing."""
     answer = f"('{before}' + m.content + '{after}' if m.role == 'assistant' else m.content) +"
     chat = with_template(CHATML.replace("m.content +", answer))
     data = prepared(tmp_path, {"messages": turns("a", "b", "c", "d")}, chat)
     words = "So: " if "So" in before else before
     assert all_runs(data)[1] == f"{words}d{after}<|im_end|>"
-    note = f"the template adds {said} answers: it is trained, since the model has to write it"
-    assert data.summary.notes == {note: 0}
+    assert data.summary.notes == {added(said): 1}
     assert not prepared(tmp_path, {"messages": turns("a", "b")}, with_template(CHATML)).summary.notes
+
+
+def added(said: str) -> str:
+    return f"the template adds {said} answers: it is trained, since the model has to write it"
+
+
+@pytest.mark.parametrize(
+    ("condition", "messages"),
+    [
+        ("messages[loop.index0 - 1].role == 'tool'", [*turns("a"), TOOL, turns("a", "b")[1]]),
+        ("messages[0].role == 'system'", turns("a", "b", system="Be brief.")),
+        ("loop.index > 4", turns("a", "b", "c", "d", "e", "f")),
+        ("'\\n' in m.content", turns("a", "b\nc")),
+        ("m.reasoning", [*turns("a"), turns("a", "b")[1] | {"reasoning": "why"}]),
+        ("messages[loop.index0 - 1].content == 'hi'", turns("hi", "b")),
+    ],
+)
+def test_words_that_only_some_answers_get_are_said(condition: str, messages: Any, tmp_path: Path) -> None:
+    """No probe has such an answer: each row is looked at."""
+    words = f"('' if m.role != 'assistant' or not ({condition}) else"
+    text = f"{words} 'So: ') + m.content + {words} '\nBye!') +"
+    data = prepared(tmp_path, {"messages": messages}, with_template(CHATML.replace("m.content +", text)))
+    assert all_runs(data)[-1] == f"So: {messages[-1]['content']}\nBye!<|im_end|>"
+    assert data.summary.notes[added("'So:' before and 'Bye!' after")] == 1
+
+
+def test_words_that_differ_in_every_answer_are_counted_together(tmp_path: Path) -> None:
+    source = CHATML.replace(
+        "m.content +", "m.content + (' at ' ~ m.content | length if m.role == 'assistant' else '') +"
+    )
+    asked = [text for n in range(1, 11) for text in ("a", "b" * n)]
+    data = prepared(tmp_path, {"messages": turns(*asked)}, with_template(source))
+    named = range(11 - MOST_ADDED, 11)  # the last answers are rendered first
+    assert data.summary.notes == {added(f"'at {n}' after"): 1 for n in named} | {MORE_ADDED: 1}
+
+
+OPEN = CHATML.replace("+ '<|im_end|>\n'", "+ ('' if loop.last and m.role != 'user' else '<|im_end|>\n')")
+WORDS = "('So: ' if m.role == 'assistant' else '') +"
+BLOCK = "('<thought>' + (m.reasoning or '') + '</thought>' if m.role == 'assistant' else '') +"
+SECOND = "not loop.first and messages[loop.index0 - 1].role == 'assistant'"
+JOINED = CHATML.replace("'<|im_start|>' + m.role + '\n'", f"('\nSo: ' if {SECOND} else '<|im_start|>' + m.role + '\n')")
+
+
+@pytest.mark.parametrize(
+    ("source", "answer", "trained"),
+    [
+        # An answer that is left open has the words already when it is closed.
+        (OPEN.replace("m.content", "m.content + ('' if m.role == 'user' else ' Bye!')"), "b", "b Bye!<|im_end|>"),
+        # Words behind a block are no part of the tag that closes it, and do not hide an empty block.
+        (CHATML.replace("m.content +", BLOCK + WORDS + "m.content +"), "b", "<thought></thought>So: b<|im_end|>"),
+        (
+            CHATML.replace("m.content +", BLOCK + WORDS + "m.content +"),
+            "<thought>why</thought>b",
+            "<thought>why</thought>So: b<|im_end|>",
+        ),
+        # A block that the prompt has opened is not opened again behind the words.
+        (
+            prompting("<|im_start|>assistant\n<think>\n", CHATML.replace("m.content +", WORDS + "m.content +")),
+            "<think>\nwhy\n</think>\n\nb",
+            "why\n</think>\n\nSo: b<|im_end|>",
+        ),
+    ],
+)
+def test_words_beside_a_block_or_an_open_end(source: str, answer: str, trained: str, tmp_path: Path) -> None:
+    data = prepared(tmp_path, {"messages": turns("a", answer)}, with_template(source), train_reasoning="all")
+    assert all_runs(data) == [trained]
+    said = "'Bye!' after" if "Bye" in source else "'So:' before"
+    assert added(said) in data.summary.notes
+
+
+def test_a_word_is_not_taken_for_the_role_of_the_prompt(tmp_path: Path) -> None:
+    """Nothing before `So` agrees with what is before `assistant`: without a header the answer is refused by name."""
+    messages = [*turns("a", "b"), {"role": "assistant", "content": "c"}]
+    with pytest.raises(GraftuneError, match=r"header is not recognised.*So: "):
+        prepared(tmp_path, {"messages": messages}, with_template(JOINED.replace("assistant\n' }}", "assistant' }}")))
 
 
 def test_calls_that_are_rendered_beside_reasoning_only(tmp_path: Path) -> None:

@@ -46,6 +46,8 @@ HEADER_TRAINED = (
     "the template gives no generation prompt here: the header before the answer is trained, since the model has to "
     "write it"
 )
+MORE_ADDED = "the template adds further words to answers: they are trained, since the model has to write them"
+MOST_ADDED = 8  # different words of the template that are named
 _ROLES = "assistant model bot ai gpt"  # in headers; none of them is a part of an answer that a template adds
 
 
@@ -82,6 +84,7 @@ class ChatTurns:
     train_reasoning: TrainedReasoning = "all"
     # What templates write before an answer, after which role -> whether it is a header that the prompt does not give.
     headers: dict[tuple[str, str], bool] = field(default_factory=dict, compare=False)
+    added: dict[str, None] = field(default_factory=dict, compare=False)  # the notes about words around answers
 
     def passages(self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int]) -> list[Passage]:
         """The texts that train `trained`, one where the template allows it."""
@@ -174,6 +177,7 @@ class ChatTurns:
         append = (form.call_append if messages[-1].get("tool_calls") else "") or form.append
         if form.append and not answer.endswith(append):
             answer += append
+        notes += self._added(answer, messages[-1], header=HEADER_TRAINED in notes)
         skipped = 0
         if self.train_reasoning != "all":
             skipped, empty = form.reasoning.block(answer, opened=form.reasoning.opened_by(prompt))
@@ -200,7 +204,8 @@ class ChatTurns:
         if reasoning.tags[1] not in content:
             return None
         (why, rest), place = reasoning.inline(content), full.rfind(content.strip())
-        if not why or place < 0 or not reasoning.closed_by(full[:place]):
+        words = self.form.before.rpartition(reasoning.tags[1])[2].strip()  # of the template, behind the block
+        if not why or place < 0 or not reasoning.closed_by(full[:place].rstrip().removesuffix(words)):
             return None
         return [*messages[:-1], {**messages[-1], "content": rest, reasoning.key: why}]
 
@@ -214,7 +219,12 @@ class ChatTurns:
             # The template writes something before the answer. Is it a header that the prompt does not give?
             control, calls = self.form.control, messages[-1].get("tool_calls")
             name = calls[0].get("function", {}).get("name", "") if calls else ""
-            first = [content, name, *(messages[-1].get(key) for key in REASONING_KEYS)]
+            first = [
+                content,
+                reasoning.in_message(messages[-1])[1],
+                name,
+                *(messages[-1].get(key) for key in REASONING_KEYS),
+            ]
             places = [answer.find(text.strip()) for text in first if isinstance(text, str) and text.strip()]
             before = answer[: min((place for place in places if place >= 0), default=0)]
             written = _words(before, control) - _words(reasoning.open + reasoning.close, control)
@@ -226,6 +236,40 @@ class ChatTurns:
                     self.headers[key] = self.form.render(messages[:-1], tools).startswith(prompt)
                 return answer, HEADER_TRAINED if self.headers[key] else ""
         return answer, ""
+
+    def _added(self, answer: str, message: Message, *, header: bool) -> list[str]:
+        """A note about words of an answer that are neither the author's nor tags of reasoning nor the end token.
+        `header`: those before it are reported as such. Calls are not looked at, since their syntax is the template's.
+        """
+        if message.get("tool_calls") or answer == (message["content"] or "") + self.form.closing:
+            return []
+        found: list[str] = []
+        for place, text in enumerate(self._around(answer, message)):
+            for tag in filter(None, self.form.reasoning.tags):
+                text = text.replace(tag, "")
+            if text.strip() and (place == 2 or not header):
+                found.append(f"{quoted(text.strip())} {'before' if place < 2 else 'after'}")
+        note = f"the template adds {' and '.join(found)} answers: it is trained, since the model has to write it"
+        if found and len(self.added) < MOST_ADDED:
+            self.added[note] = None
+        return [note if note in self.added else MORE_ADDED] if found else []
+
+    def _around(self, answer: str, message: Message) -> tuple[str, ...]:
+        """The template's texts in an answer: before its reasoning, between that and the content, and after the
+        content; nothing for a content that is not rendered as written, which is counted."""
+        form, content = self.form, (message["content"] or "").strip()
+        body = answer.removesuffix(form.closing)
+        if body == answer:  # closed with another token
+            body = answer.removesuffix(next(filter(answer.endswith, form.control), ""))
+        why, rest = form.reasoning.in_message(message)
+        if why in content and content in answer:
+            why, rest = "", content
+        why, rest = why.strip(), rest.strip()
+        usual = form.before if body.startswith(form.before) else ""  # a short content may occur in it
+        body = body[len(usual) :]
+        before, _, left = body.partition(why) if why and why in body else ("", "", body)
+        between, found, after = left.partition(rest) if rest else ("", "", "")
+        return (usual + before, between, after) if found else ()
 
     def _is_generated(self, full: str, found: Header) -> bool:
         """Whether the text between the prompt's header and the author's text is one that the model has to write: a
@@ -272,6 +316,9 @@ class ChatTurns:
         if (size := reasoning.opening(answer.lstrip())) and close in answer:  # the prompt has it already
             rest, blanks = answer.lstrip()[size:], prompt[len(prompt.rstrip()) :]
             return rest.removeprefix(blanks) if rest.startswith(blanks) else rest.lstrip("\n"), ""
+        before, tag, block = answer.partition(reasoning.tags[0])
+        if why and tag and why.strip() in block and close in block:  # the template's words stand before the block
+            return why + reasoning.close + before.lstrip() + block.partition(close)[2].lstrip("\n"), ""
         if why and (why.strip() not in answer or close not in answer):
             return why + reasoning.close + own, ""
         return (answer, "") if close in answer else (reasoning.close + own, CLOSED_AT_ONCE)

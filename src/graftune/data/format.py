@@ -170,9 +170,15 @@ class ChatFormat:
     parts: bool = False  # the template reads contents as lists of parts only
     reasoning: Reasoning = field(default_factory=Reasoning)
     empty_reasoning: bool = False  # the template writes an empty block before an answer without reasoning
+    before: str = ""  # what the template puts between a prompt and an answer without reasoning
     header: str = ""  # what stands between question and answer, in the generation prompt and in the rendering
     control: tuple[str, ...] = ()  # names of the tokenizer's control tokens, the longest first
     variables: Mapping[str, Any] = field(default_factory=dict)
+
+    @functools.cached_property
+    def closing(self) -> str:
+        """What every answer ends with, without words of the template before it."""
+        return self.append or next(filter(self.end.endswith, self.control), self.end)
 
     def render(self, messages: list[Message], tools: list[Any] | None, *, generate: bool = False) -> str:
         """The template's rendering; its own objections become the row's refusal.

@@ -174,16 +174,20 @@ def align(prompt: str, header: str, control: tuple[str, ...]) -> Aligned:
     for kind in kinds[1]:
         costs.append(costs[-1] + _PASSED[kind])
     ways: list[list[str]] = [["passed"] * len(costs)]
+    agreed = [False] * len(costs)  # whether the last units, blanks aside, are taken for each other
     for unit, kind in zip(asked, kinds[0], strict=True):
         row, way = [costs[0] + _LEFT_OUT[kind]], ["left"]
         for j, (other, other_kind) in enumerate(zip(shown, kinds[1], strict=True), 1):
             both = costs[j - 1] + (_difference(unit, other) if kind == other_kind else _NEVER)
+            if kind == "word" and not agreed[j - 1] and not _same_word(unit, other):
+                both = _NEVER  # another word stands for a role only where what precedes it agrees
             left, passed = costs[j] + _LEFT_OUT[kind], row[-1] + _PASSED[other_kind]
             best = min(left, both, passed)
             row.append(best)
             # Of equal ways the one that agrees early: what the prompt adds stands at its end.
             way.append("left" if best == left else "both" if best == both else "passed")
         costs = row
+        agreed = [False, *(way[j] == "both" and (kind != "blank" or agreed[j - 1]) for j in range(1, len(way)))]
         ways.append(way)
     cost = min(costs)
     i, j = len(asked), costs.index(cost)
@@ -208,12 +212,17 @@ def _difference(one: str, other: str) -> int:
     if one.casefold() == other.casefold():
         return 10
     if one[:1].isalnum() or one[:1] == "_":
-        return 40 if _misspelt(one.casefold(), other.casefold()) else 120
+        return 40 if _same_word(one, other) else 120
     words = [re.findall(r"[^\W_]+", tag.casefold()) for tag in (one, other)]
     alike = len(words[0]) == len(words[1]) and all(map(_misspelt, *words))
     return 60 if len(one) > 1 and alike and tag_kind(one)[1] == tag_kind(other)[1] else _NEVER
 
 
+def _same_word(one: str, other: str) -> bool:
+    return _misspelt(one.casefold(), other.casefold())
+
+
+@functools.lru_cache(maxsize=4096)
 def _misspelt(one: str, other: str) -> bool:
     """Whether one word may be the other with a wrong letter or two."""
     return difflib.SequenceMatcher(None, one, other).ratio() >= 0.75

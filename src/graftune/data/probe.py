@@ -28,7 +28,6 @@ from graftune.data.format import (
 )
 from graftune.data.header import align, borders, shared_header, shared_start, units
 from graftune.data.record import Message
-from graftune.data.row import quoted
 from graftune.data.tags import TAG, is_pair, tag_kind, unclosed
 from graftune.errors import GraftuneError
 from graftune.tokenizer import Tokenizer
@@ -105,8 +104,6 @@ def probe(
     # Texts around reasoning that do not look like tags are aligned as whole ones too.
     texts = (text for text in reasoning.tags if text and not TAG.search(text))
     control = tuple(sorted({*control, *texts}, key=len, reverse=True))
-    token = append or special_tokens(tokenizer).get(-1 if end_id is None else end_id, end)
-    notes += _added(rendered, head, tools, reasoning, token, control)
     return ChatFormat(
         renderer,
         name,
@@ -119,6 +116,7 @@ def probe(
         reasoning=reasoning,
         empty_reasoning=bool(reasoning.tags[0]) and reasoning.tags[0] in plain and reasoning.closed_by(plain),
         header=prompt.removesuffix(align(prompt, plain, control).extra) + plain,
+        before=plain[align(prompt, plain, control).end :],
         control=control,
         variables=variables,
         parts=parts,
@@ -186,7 +184,9 @@ def _closed_later(
     without the question's own header. Where a system turn of the template's own ends like an answer, that header
     cannot be told from the end: then it is how a question ends (`question`: what follows its text), or a stop token.
     Nothing, if there is no control token in it."""
-    between, before = following.rpartition(_ASK)[0], first.partition(_ASK)[0]
+    # What follows the last answer all the same is there already.
+    between = following.rpartition(_ASK)[0].removeprefix(first.rpartition(ANSWERS[0])[2])
+    before = first.partition(_ASK)[0]
     shared = len(shared_start(between[::-1], before[::-1]))
     header = min(place for place in borders(between, control, len(between)) if place >= len(between) - shared)
     closing = question.strip() if between.lstrip().startswith(question.strip()) else ""
@@ -197,40 +197,6 @@ def _closed_later(
         if end_id is not None:
             return end, end_id
     return "", None
-
-
-def _added(
-    rendered: Render,
-    head: list[Message],
-    tools: list[Any] | None,
-    reasoning: Reasoning,
-    end: str,
-    control: tuple[str, ...],
-) -> tuple[str, ...]:
-    """A line for the user about the words that the template puts between the prompt and an answer, or between an answer
-    and the token that ends it (`end`): they are trained, and the author has not written them. The first and a second
-    answer are looked at. A header without a generation prompt is reported with the rows (chat.HEADER_TRAINED)."""
-    found: dict[str, None] = {}
-    turns = [*_asked(ANSWERS[0]), *_asked(ANSWERS[1])]
-    for count in (2, 4):
-        shown = rendered([*head, *turns[:count]], tools) or ""
-        before, answer, after = shown.rpartition(turns[count - 1]["content"])
-        asked = [*head, *turns[: count - 1]]
-        prompt = rendered(asked, tools, True) or ""
-        if not answer or _ASK not in before:
-            continue
-        tail, header = (text.rpartition(_ASK)[2] for text in (prompt, before))
-        given = not (rendered(asked, tools) or "").startswith(prompt)
-        for where, text in (
-            ("before", header[align(tail, header, control).end :] if given else ""),
-            ("after", after.partition(end)[0]),
-        ):
-            for tag in filter(None, reasoning.tags):
-                text = text.replace(tag, "")
-            if text.strip():
-                found[f"{quoted(text.strip())} {where}"] = None
-    text = f"the template adds {' and '.join(found)} answers: it is trained, since the model has to write it"
-    return (text,) if found else ()
 
 
 def _takes_system(rendered: Render, tools: list[Any] | None) -> bool:
@@ -372,9 +338,12 @@ def _block(shown: str, prompt: str, plain: str, own: str, literals: Collection[s
     before, after = shown[asked:why], shown[why + len(_WHY) : answer]
     close = after.removesuffix(own) if after.removesuffix(own).strip() else after  # the answer may have an own opening
     # Beside the tag there may be a header that the prompt does not have, or the prompt may have the tag too.
-    pairs = [tag for tag in TAG.finditer(before) for end in TAG.findall(after) if is_pair(tag[0], end)]
+    pairs = [(tag, end) for tag in TAG.finditer(before) for end in TAG.finditer(after) if is_pair(tag[0], end[0])]
     if pairs:
-        return before[pairs[-1].start() :], close
+        tag = pairs[-1][0]
+        end = next(end for other, end in pairs if other is tag).end()
+        blanks = len(after[end:]) - len(after[end:].lstrip())
+        return before[tag.start() :], after[: end + blanks]  # words behind it belong to the answer
     tagged = TAG.search(close)
     # Without tags, the prompt may end with the whole block.
     asked_for = prompt if tagged else prompt.rstrip().removesuffix(close.strip() or "\0")
