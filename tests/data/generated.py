@@ -63,6 +63,7 @@ TAGS = {
 UNTAGGED = ("braces", "heading")  # texts that do not look like tags
 KEYS = ("reasoning_content", "reasoning", "thinking")
 DEFAULT = "You are a made-up helper."
+BEFORE, AFTER = "Well then: ", "\nAnything else?"  # words that a template may put around answers
 ROLE = re.compile(r"assistant|model|ASSISTANT|Answer")
 
 
@@ -87,6 +88,7 @@ class Spec:
     arguments: str  # object | text
     result: str  # a tool's: own | user
     beside: bool  # calls are rendered only beside reasoning
+    added: str  # words around answers without calls: "" | before | after | around | tool (after results) | later
 
     @staticmethod
     def random(draw: random.Random) -> Spec:
@@ -115,9 +117,12 @@ class Spec:
             arguments="object" if calls == "whole" else draw.choice(("object", "text")),
             result=draw.choice(("own", "user")),
             beside=field in ("shown", "always") and draw.random() < 0.08,
+            added=draw.choice(("", "", "", "", "", "before", "after", "around", "tool", "later")),
         )
         if made.tag in UNTAGGED and made.field == "none" and made.block == "closes":
             return dataclasses.replace(made, block="empty")  # nothing would say how a block is opened
+        if made.tag in UNTAGGED and made.field != "none":
+            return dataclasses.replace(made, added="")  # nor where the text that closes it ends and other words begin
         return made
 
     # The template, as Jinja.
@@ -210,7 +215,10 @@ class Spec:
             shown = "why"
         if shown != "false":
             yield f"{{%- if {shown} -%}}{{{{- {opening} + why + {close} -}}}}{{%- endif -%}}"
+        before, after = self._words_source()
+        yield before
         yield "{{- (text | trim) -}}" if self.trim != "none" else "{{- text -}}"
+        yield after
         if self.calls != "none":
             yield "{%- if why -%}" if self.beside else ""
             yield "{%- for c in m.tool_calls or [] -%}" + self._call_source() + "{%- endfor -%}"
@@ -223,6 +231,28 @@ class Spec:
         if self.twice == "joined":
             close_turn = f"{{%- if {following} -%}}{{{{- '\\n' -}}}}{{%- else -%}}{close_turn}{{%- endif -%}}"
         yield f"{{%- if not loop.last -%}}{close_turn}{{%- endif -%}}" if self.last == "open" else close_turn
+
+    def _words_source(self) -> tuple[str, str]:
+        """What prints the words before and after an answer."""
+        role = "messages[loop.index0 - 1].role"
+        condition = {"tool": f" and {role} == 'tool'", "later": " and loop.index0 > 2"}.get(self.added, "")
+        made = [f"{{%- if not m.tool_calls{condition} -%}}{{{{- {json.dumps(words)} -}}}}{{%- endif -%}}"
+                for words in (BEFORE, AFTER)]  # fmt: skip
+        return (
+            made[0] if self.added in ("before", "around", "tool") else "",
+            made[1] if self.added in ("after", "around", "later") else "",
+        )
+
+    def words_around(self, messages: list[Message]) -> tuple[str, str]:
+        """The words that the template puts before and after the last message, an answer."""
+        found = not messages[-1].get("tool_calls") and {
+            "tool": messages[-2]["role"] == "tool",
+            "later": len(messages) > 3,
+        }.get(self.added, True)
+        return (
+            BEFORE if found and self.added in ("before", "around", "tool") else "",
+            AFTER if found and self.added in ("after", "around", "later") else "",
+        )
 
     def _call_source(self) -> str:
         if self.calls == "whole":
@@ -255,9 +285,15 @@ class Spec:
         twice = any(i and roles[i - 1 : i + 1] == ["assistant"] * 2 for i in range(len(roles)))
         return (
             (self.beside and self.block in ("empty", "closes") and any(m.get("tool_calls") for m in messages))
+            # Where words before it belong to a text that ends answers, nothing says what ends a call.
+            or (
+                self.style == "words"
+                and self.added in ("after", "around")
+                and any(m.get("tool_calls") for m in messages)
+            )
             or (self.beside and any(m.get("tool_calls") and not any(m.get(key) for key in KEYS) for m in messages))
             or (self.system == "refused" and roles[:2] == ["system", "assistant"])
-            or (twice and self.twice == "joined" and self.style == "channels")
+            or (twice and self.twice == "joined" and (self.style == "channels" or self.added in ("before", "around")))
             or (self.block == "opens" and not self.closes_known)
             # Nothing says whether a text without tags that the prompt adds is an open block or a closed one.
             or (self.block in ("empty", "closes") and self.tag in UNTAGGED and not self.closes_known)
@@ -296,7 +332,8 @@ class Spec:
         body = re.escape(text) if not (given and self.trim == "none") else r"\s*" + re.escape(text.lstrip("\n"))
         calls = "" if self.beside and not why else "".join(map(self._call, message.get("tool_calls") or ()))
         end = f"{style.end}{style.after}</s>" if self.style == "words" and self.last == "eos" else style.end
-        return re.compile(rf"\s*{pattern}\s*?{body}{re.escape(calls)}{re.escape(end)}", re.DOTALL)
+        before, after = map(re.escape, self.words_around(messages))
+        return re.compile(rf"\s*{pattern}\s*?{before}{body}{after}{re.escape(calls)}{re.escape(end)}", re.DOTALL)
 
     def _authored(self, message: Message) -> tuple[str, str]:
         """The author's reasoning and the rest of the content."""

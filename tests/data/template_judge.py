@@ -19,13 +19,14 @@ import jinja2
 import tokenizers
 
 from graftune.batch import Example
-from graftune.data.chat import NO_REASONING
+from graftune.data.chat import HEADER_TRAINED, NO_REASONING
+from graftune.data.missing import NOT_RENDERED
 from graftune.data.row_encoder import RowEncoder
 from graftune.data.source import Row
 from graftune.data.tags import TAG
 from graftune.settings.sections import DataConfig
 from graftune.tokenizer import ChatTemplate, Tokenizer
-from tests.data.generated import EXTRA_CONTROL, TAGS, Message, Spec
+from tests.data.generated import BEFORE, EXTRA_CONTROL, TAGS, Message, Spec
 from tests.data.helpers import tokenizer
 
 
@@ -81,6 +82,7 @@ class Encoded(NamedTuple):
     notes: set[str]
     refusal: str = ""
     everything: str = ""
+    said: str = ""  # every note: those about words of the template around answers excuse no other difference
 
 
 def encode(encoder: RowEncoder, messages: list[Message], tools: Any) -> Encoded:
@@ -98,10 +100,10 @@ def encode(encoder: RowEncoder, messages: list[Message], tools: Any) -> Encoded:
     runs = [run for one in made if one.example for run in trained(one.example, encoder.tokenizer)]
     everything = "".join(encoder.tokenizer.decode(list(one.example.tokens)) for one in made if one.example)
     notes = {note for one in made for note in one.notes}
-    # What the template adds to each answer is in its rendering: that line excuses no other difference.
-    notes |= {note for note in encoder.fitter.form.notes if "adds" not in note} if encoder.fitter else set()
+    notes |= set(encoder.fitter.form.notes) if encoder.fitter else set()
     notes |= {note for note, count in encoder.summary.notes.items() if counted.get(note, 0) < count}
-    return Encoded(runs, notes, "", everything)
+    others = {note for note in notes if not note.startswith("the template adds")}
+    return Encoded(runs, others, "", everything, " ".join(notes))
 
 
 def judge(spec: Spec, encoder: RowEncoder, name: str, messages: list[Message], tools: Any) -> Verdict:
@@ -138,6 +140,13 @@ def judge(spec: Spec, encoder: RowEncoder, name: str, messages: list[Message], t
             return Verdict("wrong", f"answer {run.text!r}\n  not    {pattern.pattern if pattern else None!r}")
         if not full.startswith(prompt + run.text) and not found.notes:
             return Verdict("silent", f"{prompt + run.text!r}\n  not    {full!r}")
+    around = {words.strip() for i in answered for words in spec.words_around(wanted[: at(wanted, messages, i) + 1])}
+    if HEADER_TRAINED in found.notes:
+        around.discard(BEFORE.strip())
+    if NOT_RENDERED["assistant"] in found.notes:
+        around.clear()  # where an answer begins and ends there is not known
+    if unsaid := [words for words in around if words not in found.said]:
+        return Verdict("silent", f"nothing is said of {unsaid}")
     lost = set(re.findall(r"w\d+q\d+", str(messages))) - set(re.findall(r"w\d+q\d+", found.everything))
     if lost and not found.notes:
         return Verdict("silent", f"lost {lost}")
@@ -242,7 +251,8 @@ def _renderings(source: str, messages: list[Message], tools: Any) -> Iterator[st
                 if parts in ("all", one["role"]):
                     why = next((one[key] for key in ("reasoning_content", "reasoning", "thinking") if key in one), "")
                     thinking = [{"type": "thinking", "thinking": why}] if why else []
-                    text = [{"type": "text", "text": one["content"]}] if one["content"] else []
+                    some = one["content"] or one["role"] == "system"
+                    text = [{"type": "text", "text": one["content"]}] if some else []
                     one["content"] = thinking + text or one["content"]
                 made.append(one)
             yield reference(source, made, tools, False)
