@@ -42,7 +42,8 @@ ANSWERED: list[tuple[str, str]] = [
     ("mask_prompt", "train_on"),
     ("finetuning_type", "method"),
     ("fine_tune_type", "method"),
-    ("stage", "supervised"),
+    ("stage", "loss"),
+    ("reward_funcs", "graftune rl"),
     ("optimizer", "AdamW"),
     ("report_to", "track"),
     ("wandb_project", "track"),
@@ -220,6 +221,14 @@ def test_a_section_that_is_given_another_tools_value(tmp_path: Path) -> None:
 def test_python_settings_take_them_too() -> None:
     with pytest.warns(UserWarning, match="learning_rate is taken as lr"):
         assert Config.of({"learning_rate": 0.5}).optim.lr == 0.5
+
+
+def test_no_text_denies_a_way_to_train_that_exists() -> None:
+    """Preferences and rewards were added after these texts were written."""
+    docs = Path(__file__).parents[2] / "docs"
+    texts = [other_tools._ANSWERS, *(path.read_text() for path in docs.glob("*.md"))]
+    denied = r"(?i)\b(dpo|kto|orpo|ppo|grpo)(trainer)?\b[^.;\n]*\bnot (there|supported)[^\n]*"
+    assert not [match[0] for text in texts for match in re.finditer(denied, text)]
 
 
 def test_the_table_is_sound() -> None:

@@ -122,7 +122,7 @@ finetuning_type fine_tune_type use_peft use_lora full_finetuning get_peft_model 
 training_type peft_type peft lora train_from_scratch
     {method} chooses what trains: lora (also over 4-bit weights, {base_dtype} nf4), full or scratch
 stage rl rlhf trainer -> stage
-    supervised fine-tuning is what train does; remove it
+    train does supervised fine-tuning, and preferences with {loss} dpo, kto and others; graftune rl trains on rewards
 do_train do_eval do_predict task_type predict_with_generate
     supervised fine-tuning is what train does; remove it
 pref_loss loss_type rl_loss -> loss
@@ -134,7 +134,7 @@ precompute_ref_log_probs ref_model
     {reference} chooses the model that preferences are compared with, {reference_pass} whether its log-probabilities are
     computed once
 reward_funcs reward_model
-    training on rewards (GRPO, PPO) is not supported yet; {loss} chooses supervised or preference training
+    graftune rl trains on rewards (GRPO, PPO and others): give the file of the function with {reward} (docs/rl.md)
 dataset datasets dataset_name dataset_dir hf_dataset pretraining_dataset data_files media_dir
     {data} takes a file, a folder, a glob or a Hub data set (owner/name); for several, write
     data: [{path: owner/name, split: train, weight: 2}] in a YAML file

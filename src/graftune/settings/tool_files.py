@@ -159,7 +159,8 @@ def preference(what: str, path: str) -> GraftuneError:
     return GraftuneError(
         f"{what} is not supervised fine-tuning",
         where=path,
-        fix="write its settings by hand: loss chooses dpo, simpo, orpo, kto and others (docs/preferences.md)",
+        fix="write its settings by hand: loss chooses dpo, simpo, orpo, kto and others (docs/preferences.md), and "
+        "graftune rl trains on rewards (docs/rl.md)",
     )
 
 
