@@ -3,8 +3,8 @@
 The steps are counted as the loader will pack them. The time is a quotient: the operations of all steps and evaluations
 (step/flops.py) by a rate. On a GPU the rate is a share of the card's published one; on a CPU it is a share of what a
 product of the same size reaches here, timed for a moment. Where neither holds, only the steps are predicted, with the
-reason: products with weights that are dequantised on a CPU or fetched first, and experts. Generated answers (samples, a
-metric) are not part of the time, since their lengths are not known.
+reason: products with a file's quantised weights on a CPU or with fetched ones, and experts. Generated answers
+(samples, a metric) are not part of the time, since their lengths are not known.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from graftune.data.encoded import lengths_of, responses_of
+from graftune.kernels import nf4
 from graftune.losses import choose, stores_reference
 from graftune.plan import Job, Plan
 from graftune.plan.transfer import SUSTAINED
@@ -109,19 +110,24 @@ def _rate(job: Job, plan: Plan, tokens: int) -> tuple[float, str]:
     if job.card is not None:
         rate = SUSTAINED * job.card.rate
         return rate, f"at {SUSTAINED:.0%} of the card's published {job.card.rate / 1e12:.0f} TFLOP/s; not measured"
-    if placed.base_dtype in ("keep", "nf4", "fp8"):
-        stored = "as its file stores it" if placed.base_dtype == "keep" else f"in {placed.base_dtype}"
+    if placed.base_dtype in ("keep", "fp8"):
+        stored = "as its file stores it" if placed.base_dtype == "keep" else "in fp8"
         return 0.0, f"the base is held {stored}, and its weights are dequantised for every product; steps show the time"
-    width = job.base.spec.width
-    product = timed_product(min(tokens, plan.capacity), width, job.runtime.compute)
-    return ON_CPU * product, f"at {ON_CPU:.0%} of the {product / 1e9:.0f} GFLOP/s that a product reaches here just now"
+    packed = placed.base_dtype == "nf4"
+    product = timed_product(min(tokens, plan.capacity), job.base.spec.width, job.runtime.compute, packed=packed)
+    which = "a product with NF4 weights" if packed else "a product"
+    return ON_CPU * product, f"at {ON_CPU:.0%} of the {product / 1e9:.0f} GFLOP/s that {which} reaches here just now"
 
 
-def timed_product(rows: int, width: int, dtype: torch.dtype) -> float:
-    """Floating-point operations per second of a product of that size on the CPU."""
+def timed_product(rows: int, width: int, dtype: torch.dtype, *, packed: bool = False) -> float:
+    """Floating-point operations per second of a product of that size on the CPU. `packed`: with NF4 weights, which are
+    dequantised for every product."""
     x, weight = torch.randn(rows, width, dtype=dtype), torch.randn(3 * width, width, dtype=dtype)
+    stored = nf4.quantise(weight) if packed else None
     count, began = 0, time.perf_counter()
     while count < 2 or time.perf_counter() - began < TIMED:
+        if stored is not None:
+            nf4.dequantise(stored, out=weight)
         torch.nn.functional.linear(x, weight)
         count += 1
     return count * 2 * rows * weight.numel() / (time.perf_counter() - began)
