@@ -237,6 +237,15 @@ JOINED = CHATML.replace("'<|im_start|>' + m.role + '\n'", f"('\nSo: ' if {SECOND
             "<think>\nwhy\n</think>\n\nb",
             "why\n</think>\n\nSo: b<|im_end|>",
         ),
+        # Nor is it closed twice where the template cuts reasoning out of the content and writes an empty block.
+        (
+            prompting(
+                "<|im_start|>Assistant\n<thought>",
+                CHATML.replace("m.content +", BLOCK + WORDS + "m.content.split('</thought>')[-1] +"),
+            ),
+            "<thought>why</thought>b",
+            "why</thought>So: b<|im_end|>",
+        ),
     ],
 )
 def test_words_beside_a_block_or_an_open_end(source: str, answer: str, trained: str, tmp_path: Path) -> None:

@@ -320,6 +320,8 @@ class ChatTurns:
         if why and tag and why.strip() in block and close in block:  # the template's words stand before the block
             return why + reasoning.close + before.lstrip() + block.partition(close)[2].lstrip("\n"), ""
         if why and (why.strip() not in answer or close not in answer):
+            behind = own.lstrip()  # it closes the block itself where the template writes an empty one
+            own = behind.removeprefix(close).lstrip("\n") if behind.startswith(close) else own
             return why + reasoning.close + own, ""
         return (answer, "") if close in answer else (reasoning.close + own, CLOSED_AT_ONCE)
 
