@@ -19,8 +19,16 @@ SPEED = {
     "8b-1x512": "8B LoRA, bf16, 512 tokens per step",
     "8b-nf4-4x2048-offload": "8B QLoRA (NF4), 8,192 tokens, recomputing from host memory",
     "350m-full-4x512x4": "350M, every weight, 4 x 2,048 tokens",
+    "30ba3b-l24-4x2048": "Qwen3-30B-A3B's shape with 24 of its 48 layers, LoRA on attention and experts, 8,192 tokens",
+    "8b-dpo-4x1024": "8B DPO, four pairs of 2 x 1,024 tokens, the reference in each step",
 }
-PEER_NAMES = {"unsloth": "Unsloth", "peft": "PEFT", "liger": "PEFT + Liger", "hf-compiled": "transformers, compiled"}
+PEER_NAMES = {
+    "unsloth": "Unsloth",
+    "peft": "PEFT",
+    "liger": "PEFT + Liger",
+    "hf-compiled": "transformers, compiled",
+    "trl-liger-bf16": "TRL + Liger, bf16 adapters",
+}
 # What the project sets out to reach on an H200. `floor`: ours over it, at most; a peer's name: its time over ours, at
 # least, and `best_peer`: that of the fastest; peak_gib, ms, start_s: at most. `ours@CASE`: ours over our own time of
 # that case, at most; `PEER@CASE`: that peer's time there over ours here, at least; `peak_gib@CASE`: our peak over our
