@@ -237,7 +237,16 @@ JOINED = CHATML.replace("'<|im_start|>' + m.role + '\n'", f"('\nSo: ' if {SECOND
             "<think>\nwhy\n</think>\n\nb",
             "why\n</think>\n\nSo: b<|im_end|>",
         ),
-        # Nor is it closed twice where the template cuts reasoning out of the content and writes an empty block.
+        # The prompt may have a whole block that names its channel, behind a misspelt header.
+        (
+            prompting(
+                "<|im_start|>asistant\n<|channel>thought\n<channel|>",
+                CHATML.replace("m.content +", WORDS + "m.content.split('<channel|>')[-1] +"),
+            ),
+            "b",
+            "So: b<|im_end|>",
+        ),
+        # It is not closed twice where the template cuts reasoning out of the content and writes an empty block.
         (
             prompting(
                 "<|im_start|>Assistant\n<thought>",

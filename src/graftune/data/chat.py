@@ -278,7 +278,11 @@ class ChatTurns:
         written, block = self._written(full, found), _words(reasoning.open + reasoning.close, control)
         if not written:
             return True
-        return _words(found.extra, control) <= block and written.isdisjoint(_words(found.prompt_tail + _ROLES, control))
+        # The prompt may end with a whole block that names its channel: <|channel>thought<channel|>.
+        tag, extra = reasoning.tags[0], found.extra
+        whole = bool(tag) and extra.lstrip().startswith(tag) and reasoning.closed_by(extra)
+        opened = whole or _words(extra, control) <= block
+        return opened and written.isdisjoint(_words(found.prompt_tail + _ROLES, control))
 
     def _written(self, full: str, found: Header) -> set[str]:
         """What the template writes between the prompt's header and the author's text, without tags of reasoning."""
