@@ -25,14 +25,19 @@ PARTS = 4 if len(SEEDS) < 1000 else 200  # so that workers share them
 @pytest.mark.few(2 if PARTS == 4 else PARTS)  # a number that was asked for is run in full
 @pytest.mark.parametrize("part", range(PARTS))
 def test_generated_templates(part: int, record_property: Callable[[str, str], None]) -> None:
-    counts = Counter[str]()
+    counts, needless = Counter[str](), dict[int, str]()
     for seed in SEEDS[part::PARTS]:
         draw = random.Random(seed)
         spec = Spec.random(draw)
         encoder = encoder_of(spec)
         for name, messages, tools in conversations(draw, spec.tag):
             verdict = judge(spec, encoder, name, messages, tools)
-            assert verdict.kind in ("right", "noted", "refused"), f"template {seed}, {name}: {verdict}\n{spec}"
+            where = f"template {seed}, {name}: {verdict}\n{spec}"
+            assert verdict.kind in ("right", "noted", "refused", "needless"), where
             counts[verdict.kind] += 1
+            if verdict.kind == "needless":
+                needless.setdefault(seed, where)
+    # Of the first 10,000 templates one is refused without need: it opens a block behind a misspelt header.
+    assert len(needless) <= (1 if PARTS > 4 else 0), "\n".join(needless.values())
     if PARTS > 4:
         record_property("said", f"templates {part:3}: {dict(counts)}")
