@@ -19,6 +19,7 @@ from tests.data.template_judge import encoder_of, judge
 
 FIRST, _, LAST = os.environ.get("GRAFTUNE_TEMPLATE_CASES", "32").rpartition(":")
 SEEDS = range(int(FIRST or 0), int(LAST))  # of templates: "10000" of all below it, "5000:10000" of those from 5000 on
+REFUSED = {8801}  # of the first 10,000, without need: it opens a block behind a misspelt header
 PARTS = 4 if len(SEEDS) < 1000 else 200  # so that workers share them
 
 
@@ -37,7 +38,6 @@ def test_generated_templates(part: int, record_property: Callable[[str, str], No
             counts[verdict.kind] += 1
             if verdict.kind == "needless":
                 needless.setdefault(seed, where)
-    # Of the first 10,000 templates one is refused without need: it opens a block behind a misspelt header.
-    assert len(needless) <= (1 if PARTS > 4 else 0), "\n".join(needless.values())
+    assert needless.keys() <= REFUSED, "\n".join(needless.values())
     if PARTS > 4:
         record_property("said", f"templates {part:3}: {dict(counts)}")
