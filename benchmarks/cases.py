@@ -7,10 +7,11 @@
 Before the size stands what trains, and on what: qv (adapters on q and v only), attention (on its four projections),
 full (every parameter), rN (rank N), lN (N layers), and the base: nf4, fp8, or the blocks of a GGUF (q4_k, q8_0, ...);
 mxfp4: the experts alone are blocks, as in gpt-oss; without a word it is bf16. host: its frozen weights lie in host
-memory; shard: they are gathered, here from the one rank that there is. Behind the size stands the activation
-checkpointing: selective (gate and up), full (whole blocks) or offload (whole blocks, from inputs kept in host memory);
-without a word nothing is recomputed. Everything else is fixed: alpha twice the rank, dropout 0, AdamW, clip 1.0, and
-the first half of each row is prompt, which is masked. MICRO micro-batches of ROWSxLENGTH make one optimizer step.
+memory; table: its embedding alone does; shard: they are gathered, here from the one rank that there is. Behind the size
+stands the activation checkpointing: selective (gate and up), full (whole blocks) or offload (whole blocks, from inputs
+kept in host memory); without a word nothing is recomputed. Everything else is fixed: alpha twice the rank, dropout 0,
+AdamW, clip 1.0, and the first half of each row is prompt, which is masked. MICRO micro-batches of ROWSxLENGTH make one
+optimizer step.
 
 dpo: ROWS are preference pairs, two answers to one prompt in documents of LENGTH tokens each, half of them prompt. The
 reference model runs in every step; stored: its log-probabilities were computed before. drawn: the lengths are drawn
@@ -207,7 +208,7 @@ class Case:
     method: str = "lora"  # lora | full
     base: str = "bf16"  # bf16 | one of BASES
     recompute: str = "none"  # of POLICIES
-    where: str = "device"  # device | host | shard: where the frozen weights lie
+    where: str = "device"  # device | host | table | shard: where the frozen weights lie
     loss: str = "cross_entropy"  # cross_entropy | dpo
     reference: str = ""  # of dpo: each | stored
     drawn: bool = False
@@ -277,6 +278,7 @@ class Case:
             "tokens_per_micro_batch": self.micro_tokens,
             "recompute": self.recompute,
             "base_on": "host" if self.where == "host" else "device",
+            "embedding_on": "host" if self.where == "table" else "device",
             "shard_base": "yes" if self.where == "shard" else "no",
             "loss": self.loss,
         }
@@ -312,7 +314,7 @@ def parse(name: str) -> Case:
             case = replace(case, method="full")
         elif part in BASES:
             case = replace(case, base=part)
-        elif part in ("host", "shard"):
+        elif part in ("host", "table", "shard"):
             case = replace(case, where=part)
         elif part == "dpo":
             case = replace(case, loss=part, reference="each")
@@ -342,7 +344,7 @@ def participants(case: Case, asked: Sequence[str] = ()) -> list[str]:
     if ours_alone or case.shape.parameters > LARGE:
         peers = ()  # they have nothing like it
     elif mixture:
-        peers = ("peft",)
+        peers = ("peft", "unsloth")
     floor = ["floor"] if case.recompute == "none" else []  # what recomputing adds is not in the floor
     own = ["ours", "eager", "ranked", *([] if case.pairs else ["api"]), "profile"]
     able = [*floor, *own, *peers]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import sys
 import time
 from pathlib import Path
@@ -25,8 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.measure import goal, said
 from benchmarks.step import opened
 
+import graftune
 from benchmarks import cases
 from benchmarks import measure as record
+from graftune.batch import Example
+from graftune.data.sample import sample_path
 from graftune.infer.generate import Token, requests_of, sampler_for
 from graftune.infer.sample import Sampling
 from graftune.model.decoder import PackedDocuments
@@ -79,6 +83,23 @@ def _difference(parts: Any, prompts: list[list[int]], answers: list[list[Token]]
     return float(torch.cat(off).mean())
 
 
+def real(base: str, dtype: str, device: torch.device, count: int = 64, new: int = 128) -> dict[str, Any]:
+    """A trained model's answers at temperature 1: how far their log-probabilities are from those of a forward pass."""
+    rows = [json.loads(line)["messages"] for line in sample_path().read_text().splitlines()[:count]]
+    questions = [[turn for turn in row if turn["role"] == "user"] for row in rows]
+    compute = "bf16" if device.type == "cuda" else "fp32"
+    with graftune.open(base, base_dtype=dtype, compute_dtype=compute, device=str(device)) as session:
+        answers = [one for (one,) in session.sample(questions, max_new_tokens=new, temperature=1.0, seed=3)]
+        prompts = [session.encode(question) for question in questions]
+        texts = [
+            Example(prompt + answer.tokens, [False] * len(prompt) + [True] * len(answer.tokens))
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+        want = session.logprobs(texts)
+    off = [torch.tensor(answer.logprobs) - found for answer, found in zip(answers, want, strict=True)]
+    return {"off": round(float(torch.cat(off).abs().mean()), 5), "tokens": sum(map(len, off))}
+
+
 def _by_kernel(sampler: Any, prompts: list[list[int]], rounds: int = 32) -> dict[str, float]:
     """Microseconds a round of the kernels that take the most, over a short call."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -114,17 +135,18 @@ def _wait(device: torch.device) -> None:
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=DEFAULT)
+    parser.add_argument("cases", nargs="*", help=f"default: {' '.join(DEFAULT)}")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=512)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--profile", action="store_true", help="also list the kernels of a round")
     parser.add_argument("--transformers", action="store_true", help="also run transformers' generate, for 64 tokens")
+    parser.add_argument("--real", default="", metavar="FILE", help="compare the answers of this model")
     parser.add_argument("--json", default="", help="a GPU's record, or - to print")
     parser.add_argument("--commit", default="", help="where there is no .git to ask")
     options = parser.parse_args(words)
     device, results, goals = torch.device(options.device), dict[str, Any](), []
-    for name in options.cases:
+    for name in options.cases or (() if options.real else DEFAULT):
         size, _, count = name.partition(":")
         case = cases.parse(f"{size}-1x{options.prompt}")
         session = opened(case, device)
@@ -142,6 +164,11 @@ def main(words: list[str] | None = None) -> int:
         goals.append(goal(f"sampling {name}: off by, a token", "at most", MOST_OFF, found["off"]))
         if name in GOALS and (options.prompt, options.new) == (512, 512):
             goals.append(goal(f"sampling {name}, tokens/s", "at least", GOALS[name], found["tok_s"]))
+    for dtype in ("bf16", "nf4") if options.real else ():
+        name = f"{Path(options.real).stem} {dtype}"
+        results[name] = real(options.real, dtype if device.type == "cuda" else "auto", device)
+        print(name, results[name], flush=True)
+        goals.append(goal(f"sampling {name}: off by, a token", "at most", MOST_OFF, results[name]["off"]))
     print("\n".join(map(said, goals)))
     record.keep(options.json, "sampling", record.facts(options.commit) | {"cases": results, "goals": goals})
     return int(any(found["off"] > MOST_OFF for found in results.values()))

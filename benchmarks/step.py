@@ -73,7 +73,8 @@ def opened(case: Case, device: torch.device, *, ranked: bool = False, base: Base
         world.attach(device)
     if case.method == "lora" and device.type == "cuda":
         runtime = resolve(str(device), config.base.compute_dtype)
-        placement = choose_placement(base, config.base.base_dtype, runtime, torch.cuda.mem_get_info(device)[0])
+        free, table = torch.cuda.mem_get_info(device)[0], config.base.embedding_on
+        placement = choose_placement(base, config.base.base_dtype, runtime, free, table)
         placement = placement.placed_at(case.where == "host", 1 if case.where == "shard" else 0)
     return open_session(config, base=base, placement=placement, world=world)
 
