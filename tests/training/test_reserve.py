@@ -22,7 +22,7 @@ import torch
 import graftune
 from graftune.api import train
 from graftune.errors import GraftuneError
-from graftune.ledger import HOST, Availability, Claim, Ledger, Memory
+from graftune.ledger import HOST, Claim, Ledger, Memory
 from graftune.observe.console import Console
 from graftune.observe.memory import total_bytes
 from graftune.plan import card_here
@@ -141,21 +141,6 @@ def test_a_gpu_as_the_ledger_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reserve.SharedDevice.of(torch.device("cuda"), Config.of({"memory_share": 0.9})).share == 0.9
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-7, MIG-8")
     assert reserve.SharedDevice.of(torch.device("cuda", 1), Config()).name == "MIG-8"
-
-
-def test_host_memory_of_a_run_on_a_gpu_is_reserved_after_the_gpu() -> None:
-    """Of a GPU that is not there."""
-    asked: list[Any] = []
-    others = Availability(left=30, holders=("another run",), ahead=())  # type: ignore[arg-type]
-    run: Any = reserve.Reserver.__new__(reserve.Reserver)
-    vars(run).update(ledger=Ledger, on_gpu=True, device="the card", host="the machine", seconds=0.0)
-    vars(run).update(_reserve=lambda device, size, _: asked.append((device, size)), _available=lambda device: others)
-    assert run._host_left(100) == 30 and run._host_left(20) == 20
-    run._available = lambda device: Availability(30, (), ())
-    assert run._host_left(100) == 100, "alone: all free memory"
-    for host in (reserve.LEAST_HOST_BYTES, reserve.LEAST_HOST_BYTES + 1):
-        run._reserve_all(SimpleNamespace(needed=7, bytes=SimpleNamespace(host=host)))
-    assert asked == [("the card", 7), ("the card", 7), ("the machine", reserve.LEAST_HOST_BYTES + 1)], "in this order"
 
 
 def test_a_signal_ends_the_wait_and_the_place_in_the_queue(ledger, other, tiny_folder, tmp_path) -> None:

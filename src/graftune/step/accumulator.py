@@ -19,11 +19,9 @@ class Accumulator:
     without them, a name's first gradient allocates its sum."""
 
     def __init__(self, shapes: Mapping[str, Sequence[int]] | None = None, device: torch.device | str | None = None):
-        self.device = None if device is None else torch.device(device)  # None: each gradient's own device
         self.fixed = shapes is not None
         self.counts: Counter[str] = Counter()  # accumulations since the last reset
-        place = self.device or torch.device("cpu")
-        self.sums = {name: torch.zeros(tuple(shape), device=place) for name, shape in (shapes or {}).items()}
+        self.sums = {name: torch.zeros(tuple(shape), device=device) for name, shape in (shapes or {}).items()}
 
     @property
     def count(self) -> int:
@@ -36,8 +34,8 @@ class Accumulator:
     def __getitem__(self, name: str) -> torch.Tensor:
         """The running sum itself, not a copy."""
         if name not in self.sums:
-            known = ", ".join(list(self.sums)[:4]) + (", ..." if len(self.sums) > 4 else "")
-            raise GraftuneError("no gradient has this name", where=name, fix=f"there are: {known or 'none yet'}")
+            known = ", ".join(self.sums) or "none yet"
+            raise GraftuneError("no gradient has this name", where=name, fix=f"there are: {known}")
         return self.sums[name]
 
     @torch.no_grad()
@@ -48,7 +46,14 @@ class Accumulator:
                 raise GraftuneError("there is no gradient to add", where=name, fix="pass accumulate(name, gradient)")
             name = {name: grad}
         for key, value in name.items():
-            self._check(key, value)
+            total = self[key] if self.fixed else self.sums.get(key, value)
+            if (total.shape, total.device) != (value.shape, value.device):
+                raise GraftuneError(
+                    f"a gradient of shape {tuple(value.shape)} on {value.device} does not fit a sum of shape "
+                    f"{tuple(total.shape)} on {total.device}",
+                    where=key,
+                    fix="accumulate gradients of one shape and device under a name",
+                )
         for key, value in name.items():
             if key not in self.sums:
                 self.sums[key] = torch.zeros(value.shape, device=value.device)
@@ -65,10 +70,6 @@ class Accumulator:
     @torch.no_grad()
     def scale_all(self, factor: float | torch.Tensor) -> None:
         """Multiply every sum by a number or by a 0-dim tensor on the device."""
-        if isinstance(factor, torch.Tensor) and factor.dim():
-            raise GraftuneError(
-                f"a factor of shape {tuple(factor.shape)} is not a number", fix="pass a float or a 0-dim tensor"
-            )
         for total in self.sums.values():
             total.mul_(factor)
 
@@ -78,17 +79,3 @@ class Accumulator:
         for total in self.sums.values():
             total.zero_()
         self.counts.clear()
-
-    def _check(self, name: str, grad: torch.Tensor) -> None:
-        total = self[name] if self.fixed else self.sums.get(name)
-        if total is not None and total.shape != grad.shape:
-            raise GraftuneError(
-                f"the gradient's shape {tuple(grad.shape)} does not fit {tuple(total.shape)}",
-                where=name,
-                fix="accumulate gradients of one shape under a name",
-            )
-        device = self.device if total is None else total.device
-        if device is not None and (grad.device.type != device.type or device.index not in (None, grad.device.index)):
-            raise GraftuneError(
-                f"the gradient lies on {grad.device}, its sum on {device}", where=name, fix=f"move it to {device} first"
-            )

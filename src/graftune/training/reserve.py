@@ -32,7 +32,6 @@ from graftune.training.ranks import SingleProcess
 RESOLVED = ("recompute", "tokens_per_micro_batch", "base_dtype", "base_on", "shard_base")  # the same on every rank
 UNIFIED_SHARE = 0.6  # where CPU and GPU share one memory; SHARE on other devices
 ATTEMPTS = 5  # plans, if other runs reserve the memory first
-LEAST_HOST_BYTES = 1 << 28  # a run on a GPU reserves host memory, too, if it needs more than this
 NOT_RESERVED = "the memory of this run is not reserved against other runs"
 NAMED = 3  # holders that a message names
 
@@ -91,16 +90,15 @@ class Reserver:
         self.console, self.held, self.ranks = console, held, ranks
         self.seconds, self.task, self.group = config.run.wait_gpu, task, ranks.from_lead(lambda: os.urandom(16).hex())
         self.ledger = _ledger(console, required=self.seconds > 0)
-        self.device, self.host = SharedDevice.of(device, config), SharedDevice.of(torch.device("cpu"), config)
-        self.on_gpu = device.type == "cuda"
-        self._claimed: set[SharedDevice] = set()
+        self.device, self.on_gpu = SharedDevice.of(device, config), device.type == "cuda"
+        self.claimed = False
 
     def planned(self, config: Config, make: Callable[[Config, int], Job]) -> tuple[Config, Job, Plan]:
         """Plans within the memory that other runs leave, and reserves it. `make` returns the job of these settings
         within so many bytes. Rank 0 resolves `auto`; the other ranks check that its settings fit on their devices."""
         limit, host_free = self.ranks.memory(self.device.device), None
         if self.on_gpu:
-            host_free = self._host_left(min(self.ranks.gather(available_bytes() // self.ranks.local_size)))
+            host_free = min(self.ranks.gather(available_bytes() // self.ranks.local_size))
 
         def within(memory: int) -> Job:
             job = make(config, memory)
@@ -112,15 +110,15 @@ class Reserver:
         if self.ranks.leads:
             for _ in range(ATTEMPTS):
                 job, plan, waits = self._fitting(within, limit)
-                if waits or self._reserve(self.device, plan.needed, 0.0) is None:
+                if waits or self._reserve(plan.needed, 0.0) is None:
                     break
-            self._reserve_all(plan)
+            self._reserve_or_raise(plan.needed)
             resolved = {name: plan.settings[name] for name in RESOLVED}
         resolved = self.ranks.from_lead(lambda: resolved)
         if not self.ranks.leads:
             config = config.replace(**resolved)
             job, plan, _ = self._fitting(within, limit)
-        self.ranks.in_turn(lambda: self._reserve_all(plan))
+        self.ranks.in_turn(lambda: self._reserve_or_raise(plan.needed))
         return config, job, plan
 
     def _fitting(self, make: MakeJob, limit: int) -> tuple[Job, Plan, bool]:
@@ -129,34 +127,31 @@ class Reserver:
         if self.ledger is None:
             job = make(limit)
             return job, resolve_auto(job), False
-        found = self._available(self.device)
-        job = make(limit if found.alone else self.device.limit(found.left, limit))
+        device = self.device
+        found = self.ledger.available(device.name, device.memory, share=device.share, group=self.group)
+        job = make(limit if found.alone else device.limit(found.left, limit))
         plan = best(job)
         if plan.fits:
             if not found.alone:
-                self.console.note(_planned_within(self.device, found))
+                self.console.note(_planned_within(device, found))
             return job, plan, False
         if found.alone and not self.seconds:
             raise refusal(job, plan)
-        later = make(self.device.limit(self._without_holders(found), limit))
+        later = make(device.limit(self._without_holders(found), limit))
         whole = resolve_auto(later)
         if not self.seconds:
-            raise self._refused(self.device, plan.needed, found)
+            raise self._refused(plan.needed, found)
         return later, whole, True
 
-    def _reserve_all(self, plan: Plan) -> None:
-        """Reserves what is not reserved yet, waiting up to `wait_gpu` seconds, or raises. Host memory comes after the
-        GPU's in every run, so no two runs wait for each other."""
-        sizes = {self.device: plan.needed}
-        if self.on_gpu and plan.bytes.host > LEAST_HOST_BYTES:
-            sizes[self.host] = plan.bytes.host
-        for device, size in sizes.items():
-            if (refused := self._reserve(device, size, self.seconds)) is not None:
-                raise self._refused(device, size, refused)
+    def _reserve_or_raise(self, size: int) -> None:
+        """Wait up to `wait_gpu` seconds for memory that is not reserved yet."""
+        if (refused := self._reserve(size, self.seconds)) is not None:
+            raise self._refused(size, refused)
 
-    def _reserve(self, device: SharedDevice, size: int, seconds: float) -> Availability | None:
+    def _reserve(self, size: int, seconds: float) -> Availability | None:
         """None once the memory is reserved, or if there is no ledger; otherwise what was found at the end."""
-        if self.ledger is None or device in self._claimed:
+        device = self.device
+        if self.ledger is None or self.claimed:
             return None
         claim = self.ledger.claim(device.name, size, task=self.task, share=device.share, group=self.group)
         last = ""
@@ -172,19 +167,10 @@ class Reserver:
             found = claim.wait(lambda: device.memory, seconds, waiting)
         if not claim.granted:
             return found
-        self._claimed.add(device)
+        self.claimed = True
         self.held.callback(_release, claim)
         claim.keep(device.measure)
         return None
-
-    def _host_left(self, free: int) -> int:
-        """Bytes of the free host memory that a run on a GPU may take."""
-        found = None if self.ledger is None else self._available(self.host)
-        return free if found is None or found.alone else min(free, found.left)
-
-    def _available(self, device: SharedDevice) -> Availability:
-        assert self.ledger is not None
-        return self.ledger.available(device.name, device.memory, share=device.share, group=self.group)
 
     def _without_holders(self, found: Availability) -> int:
         """Bytes that will be free once the holders have ended; on a GPU also programs without a reservation."""
@@ -192,11 +178,11 @@ class Reserver:
         freed = memory.free + sum(one.measured for one in found.holders)
         return max(freed, memory.total - CONTEXT_BYTES) if self.on_gpu else freed
 
-    def _refused(self, device: SharedDevice, size: int, found: Availability) -> GraftuneError:
+    def _refused(self, size: int, found: Availability) -> GraftuneError:
         waited = f" after {self.seconds:g} s" if self.seconds else ""
         longer = "longer " if self.seconds else ""
         return GraftuneError(
-            f"training needs {human_bytes(size)} of {device} and {human_bytes(found.left)} are left{waited}: "
+            f"training needs {human_bytes(size)} of {self.device} and {human_bytes(found.left)} are left{waited}: "
             f"{_users(found)}",
             fix=f"wait {longer}by setting wait_gpu to seconds, or let runs reserve more together with memory_share",
         )
