@@ -172,7 +172,9 @@ def train(
     elif config is None:
         whole = Config.of(given, where="settings")
     else:
-        whole = config if isinstance(config, Config) else _config_of(config)
+        if isinstance(config, Mapping):
+            config = Config.of(_settings(config), where="settings")
+        whole = config if isinstance(config, Config) else Config.load(arguments.path_text(config, "config"))
         whole = whole.replace(**given) if given and folder is None else whole
     kind, changed = RL if whole.rl.reward else launch.TRAINING, {**(overrides or {}), **given}
     return launch.train(whole, console=console, resume=folder, overrides=changed, callbacks=callbacks, kind=kind)
@@ -203,12 +205,6 @@ def export(
     how = {"revision": revision, "any_base": any_base, "add": add, "force": force, "console": console}
     how["adapter_names"] = adapter_names
     return export_target(arguments.path_text(target, "target"), to, kind=kind, **places, **how)  # type: ignore[arg-type]
-
-
-def _config_of(given: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
-    if isinstance(given, Mapping):
-        return Config.of(_settings(given), where="settings")
-    return Config.load(arguments.path_text(given, "config"))
 
 
 def _check_callbacks(given: Any) -> None:

@@ -32,7 +32,7 @@ from graftune.model.spec import ModelSpec
 from graftune.observe.console import Console
 from graftune.observe.memory import parse_bytes
 from graftune.plan import Bytes, Card, Setup, choose, job, libraries, rehearse
-from graftune.plan.counting import Counting, Tally, block_bytes
+from graftune.plan.counting import block_bytes
 from graftune.plan.rehearse import sampling_cache
 from graftune.runtime import Runtime
 from graftune.session import attention_for
@@ -451,29 +451,6 @@ def test_nothing_is_left_of_the_pretence() -> None:
     weight = torch.randn(70, 64)
     back = nf4.dequantise(nf4.quantise(weight), torch.float32)
     assert not back.is_meta and (back - weight).abs().max() < 0.6
-
-
-def test_the_tally_follows_views_writes_and_ends() -> None:
-    tally = Tally()
-    with Counting(tally, "cpu"), tally.owner("mine"):
-        a = torch.empty(100, 100)
-        view, written = a[10:].t(), a.add_(1.0)
-        holder = tally.of("cpu")
-        assert holder.live["mine"] == holder.total == 40_000 and written is a and tally.kind_of(view) == "cpu"
-        b = a.to(torch.bfloat16)
-        tally.give("yours", b)
-        assert holder.live == {"mine": 40_000, "yours": 20_000}
-        c = a @ a
-        del a, written
-        assert holder.total == 100_000, "the view still holds it"
-        del view
-        codes = torch.empty(80, dtype=torch.uint8)
-        shifted, halved = codes >> 4, codes.bitwise_right_shift_(1)
-        assert holder.total == 60_160 and halved is codes and shifted is not codes
-        del codes, shifted, halved
-    assert holder.total == 60_000 and holder.peak == 100_000 and holder.at_peak == {"mine": 80_000, "yours": 20_000}
-    del b, c
-    assert holder.total == 0
 
 
 def test_blocks_of_the_allocator() -> None:

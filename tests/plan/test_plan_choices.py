@@ -18,7 +18,7 @@ from graftune.cli import main
 from graftune.errors import GraftuneError
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
-from graftune.plan import Bytes, Setup, cards, job, rehearse, transfer
+from graftune.plan import Bytes, Setup, cards, job, rehearse
 from graftune.settings.config import Config
 from graftune.training import prepare
 from tests.support import specs
@@ -296,8 +296,7 @@ def test_a_plan_says_whether_the_transfer_hides() -> None:
     assert float(seconds[2]) == pytest.approx(2 * (parameters + tables) * 8192 / (0.6 * 989e12), rel=0.05)
     assert found.transfer.endswith("hides behind the compute") and found.document()["transfer"] == found.transfer
     short = large_job("h200", base_on="host", tokens_per_micro_batch=1024)
-    said = transfer.sentence(short.setup("full", 1024, short.placement))
-    enough = re.search(r"waits for the link; from about (\d+) tokens", said)
+    enough = re.search(r"waits for the link; from about (\d+) tokens", short.plan("full", 1024).transfer)
     assert enough is not None and 3000 < int(enough[1]) < 6000
 
 

@@ -3,7 +3,6 @@ identity by which a checkpoint is taken back. Kills are in tests/two_ways/test_r
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import json
 import os
@@ -29,7 +28,6 @@ from graftune.step.pipeline import HostPipeline
 from graftune.step.schedule import learning_rate
 from graftune.tokenizer import template
 from graftune.training import checkpoints, prepare, resume
-from graftune.training.samples import Question, Questions
 from graftune.weights import checkpoint
 from graftune.weights.base import open_base
 from graftune.weights.checkpoint import Progress
@@ -72,16 +70,6 @@ def test_a_run_keeps_its_date(tiny_folder, tmp_path: Path, monkeypatch: pytest.M
     opened = graftune.open(str(run), device="cpu")
     assert opened.tokenizer.template.render([]) == "09 May 2026"
     assert graftune.open(str(run / "adapter"), device="cpu").tokenizer.template.render([]) == "24 December 2027"
-
-
-def test_data_shows_the_date_that_is_asked_for(tiny_folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base = shutil.copytree(tiny_folder("llama-shallow"), tmp_path / "base")
-    (base / "chat_template.jinja").write_text(DATED)
-    (base / "model.safetensors").unlink()  # no weights are needed
-    ask = ["data", str(write_data(tmp_path / "d.jsonl")), "--base", str(base), "--json"]
-    for date, want in (("2026-05-09", "09 May 2026"), ("2025-01-02", "02 January 2025")):
-        assert main([*ask, "--date", date]) == 0
-        assert want in capsys.readouterr().out
 
 
 # Checkpoints by epoch and by the clock (A2, U7)
@@ -305,18 +293,6 @@ def test_a_run_of_an_earlier_format_is_refused_with_that_reason(finished: Path, 
     assert log.read_bytes() == before
 
 
-def test_settings_are_compared_by_name(tmp_path: Path) -> None:
-    stored = {"data": "x", "settings": {"rank": 4, "gone": 1, "targets": ["q_proj"]}}
-    now = {"data": "x", "settings": {"rank": 4, "later": True, "targets": ("q_proj",)}}
-    checkpoint.check_identity(now, stored, tmp_path)
-    with pytest.raises(GraftuneError, match=r"rank was 4 when the run started, and config\.yaml now has 8; set rank"):
-        checkpoint.check_identity({"settings": {"rank": 8}}, stored, tmp_path)
-    with pytest.raises(GraftuneError, match="the base has changed since the run started"):
-        checkpoint.check_identity({"base": "e" * 64}, {"base": "a" * 64}, tmp_path)
-    with pytest.raises(GraftuneError, match="changed since the run started"):
-        checkpoint.check_identity(now, {"data": "x"}, tmp_path)
-
-
 # A checkpoint's own numbers (R1), and what else lies in its folder (R9)
 
 
@@ -357,18 +333,6 @@ def test_another_machine_is_said_and_not_refused(finished: Path, tmp_path: Path)
     assert resume.changed_since({"torch": "3"}, since) == ""
     forged = resume.changed_since({"torch": "3"}, [{"event": "run_start", "torch": "2\nall is well"}])
     assert "torch was 2 all is well and is 3" in forged, "a line break in a log cannot forge a line of the console"
-
-
-def test_the_same_device_is_no_change_however_it_was_chosen(finished: Path, tmp_path: Path) -> None:
-    """At first `auto` chose the dtype of products; a resume asks for what it chose."""
-    run = stopped_copy(finished, tmp_path / "run")
-    log = run / "metrics.jsonl"
-    again(run)
-    assert not [event for event in read_events(log) if event["event"] == "warning" and event["step"]]
-    here = next(event["device"] for event in read_events(log) if event["event"] == "resume")
-    assert here.endswith(", products in fp32"), "without the reason"
-    other = [{"event": "run_start", "device": f"{here} (asked for)".replace("fp32", "bf16")}]
-    assert "products in bf16 (asked for) and is" in resume.changed_since({"device": here}, other)
 
 
 def test_another_gpu_is_the_same_kind_of_device(finished: Path, tmp_path: Path) -> None:
@@ -413,34 +377,3 @@ def test_what_only_watches_a_run_may_change_with_a_resume(finished: Path, tmp_pa
     assert result.stopped == "finished" and adapter_bytes(run) == adapter_bytes(finished)
     stored = Config.of_run(run)
     assert (stored.run.trace_steps, stored.train.keep_last) == (0, 4), "free: for this time; stored: from now on"
-
-
-def test_answers_of_a_log_that_do_not_fit_are_none() -> None:
-    """They are compared with the tuned model's, one by one."""
-    answers = object.__new__(Questions)
-    answers.questions, answers.length = [Question([1], "a", "b")] * 2, 3
-    event = {"questions": answers.digest, "answers": ["x", "y"]}
-    assert answers.known(event) == ["x", "y"]
-    for odd in (5, None, {}, ["x"], ["x"] * 3, ["x", None]):
-        assert answers.known(event | {"answers": odd}) == []
-    assert answers.known(event | {"questions": "others"}) == []
-
-
-@pytest.mark.parametrize("loss", [float("inf"), float("nan")])
-def test_a_first_evaluation_that_is_not_finite(
-    loss: float, tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its checkpoints are whole, and a resume goes on from them."""
-    real, asked = parts.Parts.evaluated, list[float]()
-
-    def evaluated(self: Any, *given: Any, **named: Any) -> Any:
-        result = real(self, *given, **named)
-        asked.append(result.loss)
-        return dataclasses.replace(result, loss=loss) if len(asked) == 1 else result
-
-    monkeypatch.setattr(parts.Parts, "evaluated", evaluated)
-    run = train(settings(tiny_folder("llama-shallow"), tmp_path / "run", max_steps=4), console=QUIET).folder
-    found = checkpoint.steps(run / "checkpoints")
-    assert found and all(checkpoint.read_state(path)[0].first_loss is None for path in found.values())
-    result = again(run, max_steps=6)
-    assert result.steps == 6 and result.first_eval is None and not list((run / "checkpoints").glob("*.damaged"))

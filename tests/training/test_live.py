@@ -12,14 +12,10 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.floor import flops
-from benchmarks.synthetic import dataset_of
 
 from graftune import spans
 from graftune.api import train
-from graftune.batch import Example
-from graftune.data.encoded import Examples
 from graftune.data.pack import Capacities
-from graftune.data.pairs import PAIRS
 from graftune.errors import GraftuneError
 from graftune.losses import choose
 from graftune.model.families import from_config
@@ -38,7 +34,6 @@ from graftune.step.pipeline import HostPipeline
 from graftune.training import floors, profiler, reporter
 from graftune.training.reporter import LiveSpeed, Reporter
 from tests.observe.test_profile import Ticks
-from tests.support import specs
 from tests.training.runs import write_data
 
 
@@ -336,18 +331,6 @@ def test_the_line_says_what_is_known_of_the_speed() -> None:
         assert "50 tok/s" in line and "1.5 TFLOP/s" in line and known in line and "host idle 90%" in line
 
 
-@pytest.mark.parametrize(
-    ("rate", "text"), [(6.5e8, "0.65 GFLOP/s"), (2.34567e10, "23.5 GFLOP/s"), (4.2e14, "420 TFLOP/s")]
-)
-def test_operations_per_second_have_three_digits(rate: float, text: str) -> None:
-    now = [0.0]
-    bar = WorkProgress(9, clock=lambda: now[0])
-    for step in (1, 2):
-        now[0] += 1.0
-        bar.update(step, loss=1.0, tokens=1, amounts=Amounts(rate))
-    assert text in bar.line()
-
-
 def test_live_speed_counts_what_a_step_is_worth() -> None:
     waited = [0.0]
     live = LiveSpeed(StepFlops(10.0, 1.0), floor_ms=4.0, waited=lambda: waited[0])
@@ -374,30 +357,6 @@ def test_the_operations_of_a_step_are_those_of_its_floor(full: bool) -> None:
         wanted = flops(work, floor.plan(work))
         found = StepFlops.of(spec, np.array(lengths), full=full, forwards=forwards)(32, 20)
         assert found == pytest.approx(wanted)
-
-
-def test_the_passes_of_a_reference_are_counted() -> None:
-    """Products with weights once, of attention two of seven."""
-    spec, lengths = specs.made(
-        family="llama", layers=2, width=32, ffn=48, heads=4, kv_heads=2, head_width=8, vocab=96, norm_eps=1e-5,
-        rope_theta=1e4, max_positions=64, tied=False,
-    ), np.array([8, 24])  # fmt: skip
-
-    def counted(**how: Any) -> float:
-        return StepFlops.of(spec, lengths, **how)(32, 20)
-
-    weights = counted(full=True) - counted()
-    attention = (counted() - 2 * weights) / 7
-    assert attention > 0 and counted(forwards=3) - counted() == pytest.approx(3 * (weights + 2 * attention))
-    data = dataset_of([Example([1, 2], [False, True], group=i // 2) for i in range(4)], kind=PAIRS).examples
-    held = {"": data, "stored": Examples(data.store.with_reference("base", per_token=False))}
-    for stored, want in (("", [0, 1, 3]), ("stored", [0, 0, 2])):
-        found = []
-        for name in ("simpo", "dpo", "kto"):
-            loss = choose(TrainConfig(loss=name))  # type: ignore[arg-type]
-            loss.data = PAIRS
-            found.append(loss.forwards(loss.layout(held[stored])))
-        assert found == want
 
 
 def test_a_floor_is_kept_for_its_card_model_and_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,19 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-import graftune
 from graftune import spans
 from graftune.api import train
 from graftune.cli import main
-from graftune.data.loader import Loader
-from graftune.errors import GraftuneError
-from graftune.model.arena import Arena, Slot
+from graftune.model.arena import Arena
 from graftune.observe.console import Console
 from graftune.observe.events import evals, read_events, steps
 from graftune.session import parts
 from graftune.settings.config import Config
 from graftune.step.pipeline import Figures, HostPipeline
-from graftune.step.scaler import LossScaler
 from graftune.step.step import Step
 from graftune.training import reporter
 from graftune.weights import checkpoint
@@ -123,30 +119,6 @@ def test_a_skipped_update_is_told_of_under_its_own_step(
     assert saved == {0: 0, 2: 1, 3: 2, 4: 3, 6: 4}
 
 
-def test_fixed_shapes_train_the_same(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a captured step gets: padding in documents of its own, and figures that do not count it."""
-    exact = train(settings(tiny_folder("llama-shallow"), tmp_path / "exact", dropout=0.0), console=QUIET).folder
-    shapes = set()
-
-    class Fixed(Loader):
-        def __init__(self, *args: Any, **named: Any):
-            super().__init__(*args, **named | {"fixed": True})
-            self.capacities(3)
-
-    class Watched(HostPipeline):
-        def stage(self, batch: Any) -> Any:
-            shapes.add((len(batch.tokens), len(batch.cu_seqlens), len(batch.rows), max(batch.lengths) <= 64))
-            return super().stage(batch)
-
-    monkeypatch.setattr(parts, "Loader", Fixed)
-    monkeypatch.setattr(parts, "pipeline_for", lambda step, graph: Watched(step))
-    fixed = train(settings(tiny_folder("llama-shallow"), tmp_path / "fixed", dropout=0.0), console=QUIET).folder
-    assert len(shapes) == 1 and all(within for *_, within in shapes)
-    for ours, theirs in zip(figures(fixed), figures(exact), strict=True):
-        assert ours[0:2] == theirs[0:2] and ours[4:] == theirs[4:]
-        assert ours[2] == pytest.approx(theirs[2], rel=1e-3)
-
-
 def test_recomputing_changes_nothing(tiny_folder, tmp_path: Path) -> None:
     kept = train(settings(tiny_folder("llama-shallow"), tmp_path / "kept"), console=QUIET).folder
     assert Config.load(kept / "config.yaml").train.recompute == "none"  # what auto came to
@@ -215,30 +187,6 @@ def test_fp16_finds_its_scale_and_a_resume_keeps_it(tiny_folder, tmp_path: Path,
     assert figures(run) == figures(straight) and adapter_bytes(run) == adapter_bytes(straight)
 
 
-def small_arena(value: float = 0.0) -> Arena:
-    made = Arena({"a": Slot("a", (5,), 0, 0, True)}, torch.device("cpu"), torch.float32)
-    for buffer in (made.weights, made.m, made.v):
-        buffer.fill_(value)
-    return made
-
-
-def test_the_scale_in_a_checkpoint(tmp_path: Path) -> None:
-    scaler = LossScaler(start=1024.0)
-    scaler.state[1] = 17.0
-    path = checkpoint.save(tmp_path, small_arena(1.0), Progress(step=1), {}, scaler)
-    place = (fresh := LossScaler()).state.data_ptr()
-    checkpoint.load(path, small_arena(), {}, fresh)
-    assert fresh.state.tolist() == [1024.0, 17.0] and fresh.state.data_ptr() == place
-    checkpoint.load(path, small_arena(), {})  # a run in another dtype does not look at it
-    older = checkpoint.save(tmp_path, small_arena(1.0), Progress(step=2), {})
-    checkpoint.load(older, small_arena(), {}, fresh := LossScaler())
-    assert fresh.state.tolist() == LossScaler().state.tolist()
-    scaler.state[0] = math.nan
-    damaged = checkpoint.save(tmp_path, small_arena(1.0), Progress(step=3), {}, scaler)
-    with pytest.raises(GraftuneError, match="this is not a saved loss scale"):
-        checkpoint.load(damaged, small_arena(), {}, LossScaler())
-
-
 # What a run says of itself
 
 
@@ -301,13 +249,6 @@ def test_a_trace_of_some_steps(tiny_folder, tmp_path: Path, many: int, capsys) -
         names = {str(event.get("name")) for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
         assert {"graftune: evaluate", "graftune: checkpoint", "graftune: wait for steps"} <= names
         assert "graftune: first step" not in names
-
-
-def test_tools_for_other_loops_are_at_hand() -> None:
-    assert graftune.LossScaler is LossScaler
-    sums = graftune.Accumulator({"a": (2,)})
-    sums.accumulate("a", torch.ones(2))
-    assert sums["a"].tolist() == [1.0, 1.0]
 
 
 def test_a_run_that_outgrows_its_plan_says_so(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,7 @@ counting.py        counts what operations on such tensors would allocate, by own
 shapes.py          the shapes of the results of torch's operations
 libraries.py       the memory that libraries allocate by themselves
 unread_sources.py  a base's tensors without their contents
-cards.py           GPUs by name
-transfer.py        whether fetched weights arrive in time
+cards.py           GPUs by name, and whether fetched weights arrive in time
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
 """GPUs by name, for plans made on another machine: memory as CUDA reports it, compute capability, multiprocessors and
-L2 cache; and the rates of compute and links, from which a plan tells whether fetched weights arrive in time.
+L2 cache; and the rates of compute and links, from which a plan says whether fetched weights arrive in time:
+
+    bytes / the link's rate        2 * parameters * tokens / the card's rate, times SUSTAINED
+
+A forward pass and a backward pass fetch the same bytes and, with frozen weights, compute about the same.
 
 The numbers are published ones; this project has run only on the H200. The memory is an estimate of what the driver and,
 on server cards, error correction leave of the nominal size. A GPU of this machine is queried instead; --memory
@@ -13,9 +17,17 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
+from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
 from graftune.kernels.rehearsal import Device
+from graftune.observe.memory import human_bytes
 from graftune.plan.counting import MIB
+from graftune.weights.base import Base
+from graftune.weights.placement import Placement, held_bytes, table_bytes
+
+SUSTAINED = 0.6  # share of the published rate that long products reach
 
 
 @dataclass(frozen=True)
@@ -102,3 +114,28 @@ def find(asked: str) -> Model:
         f"--gpu is {asked!r}, which is not known here",
         fix=f"give one of {', '.join(MODELS)}, or set device to cuda and give its memory, as in --memory 24GiB",
     )
+
+
+def transfer_note(base: Base, placement: Placement, compute: torch.dtype, tokens: int, card: Card | None) -> str:
+    """A sentence that says whether computing a micro-batch hides the transfer of fetched weights; empty if all weights
+    are on the device."""
+    if not placement.fetched:
+        return ""
+    about = base, placement.base_dtype, compute
+    moved = held_bytes(*about) - table_bytes(*about)  # a tied table stays; of two, a pass fetches one
+    whence = "host memory" if placement.on_host else f"{placement.ranks} ranks"
+    passes = "in a forward pass, in a backward pass and for every token of an answer"
+    said = f"frozen weights come from {whence}, {human_bytes(moved)} {passes}"
+    if card is None or not card.link or not card.rate:
+        return f"{said}; how long that takes here is not known"
+    own = moved / max(1, placement.ranks)
+    from_host, from_ranks = own / card.link, (moved - own) / card.peers
+    link = max(from_host if placement.on_host else 0.0, from_ranks if placement.ranks else 0.0)  # of the slower one
+    spec = base.spec
+    layers = sum(count * sum(part.active_values for part in kind.parts) for kind, count in spec.kinds.items())
+    computing = 2 * (layers + spec.vocab * spec.width) * tokens / (SUSTAINED * card.rate)
+    said += f": {link:.2g} s over the link, where {tokens} tokens compute for about {computing:.2g} s"
+    if link <= computing:
+        return f"{said}, so the transfer hides behind the compute"
+    enough = ceil_div(int(tokens * link / computing), 512) * 512
+    return f"{said}, so a step waits for the link; from about {enough} tokens a micro-batch on it would not"

@@ -15,7 +15,6 @@ micro-batch with more recomputing, then smaller ones, then the base in fewer bit
 from __future__ import annotations
 
 import itertools
-import typing
 from collections.abc import Iterator
 
 from graftune.arithmetic import ceil_div
@@ -23,7 +22,6 @@ from graftune.errors import GraftuneError
 from graftune.infer.cache import MOST_PLACES
 from graftune.observe.memory import human_bytes
 from graftune.plan.job import Job, Plan
-from graftune.settings.sections import BaseConfig
 from graftune.weights.placement import Placement
 
 POLICIES = ("none", "selective", "full", "offload")
@@ -206,10 +204,9 @@ def _fewer_bits(job: Job, has: str) -> list[str]:
     first, because they are what is served later."""
     if job.resuming or job.config.train.method != "lora":
         return [has]
-    known = typing.get_args(typing.get_type_hints(BaseConfig)["base_dtype"])
     kept = _kind(job) == "cpu" or (job.base.kind == "gguf" and job.can_place("keep"))
     narrower = ("keep", "nf4") if kept else ("nf4",)
-    return [has, *(dtype for dtype in narrower if dtype in known and has not in (dtype, "nf4"))]
+    return [has, *(dtype for dtype in narrower if has not in (dtype, "nf4"))]
 
 
 def _kind(job: Job) -> str:

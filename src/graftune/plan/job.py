@@ -24,7 +24,7 @@ from graftune.kernels.rehearsal import META, Launched, Rehearsal, rehearsing
 from graftune.losses import Loss, choose
 from graftune.model.spec import ModelSpec
 from graftune.observe.memory import available_bytes, free_bytes, human_bytes, resident_bytes
-from graftune.plan import cards, libraries, transfer
+from graftune.plan import cards, libraries
 from graftune.plan.cards import Card
 from graftune.plan.counting import MIB
 from graftune.plan.rehearse import POOLS, Bytes, Setup, rehearse, sampling_cache
@@ -210,9 +210,12 @@ class Job:
         }
         if self.sampled:
             settings["samples_at_once"] = self.at_once
-        kind = self.runtime.device.type
-        fetching = transfer.sentence(setup)
-        return Plan(kind, self.where, settings, found, self.free, self._rest(setup, found), self.host_free, fetching)
+        runtime, card = self.runtime, self.card
+        fetching = cards.transfer_note(self.base, placement, runtime.compute, setup.shape.capacity, card)
+        where = card.name if card else str(runtime.device)
+        return Plan(
+            runtime.device.type, where, settings, found, self.free, self._rest(setup, found), self.host_free, fetching
+        )
 
     def setup(self, recompute: str, capacity: int, placement: Placement) -> Setup:
         config, kind, shape = self.config, self.runtime.device.type, self.shapes(capacity)
@@ -248,12 +251,6 @@ class Job:
         if not self.sampled:
             return None
         return sampling_cache(self.base.spec, self.runtime.compute, self.sampled, self.at_once)
-
-    @property
-    def where(self) -> str:
-        if self.card is not None:
-            return self.card.name
-        return str(self.runtime.device)
 
     def _bytes(self, setup: Setup, capacity: int) -> Bytes:
         key = (setup.recompute, capacity, self.at_once, replace(setup.placement, reason=""), setup.base.spec)

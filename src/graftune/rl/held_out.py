@@ -44,7 +44,7 @@ class HeldOut(Evaluation):
         figures = answer_figures(answers, rewarded)
         self._report(state, answers, rewarded, figures)
         p.last_eval = p.step
-        self._choose(state, figures.get(NAME), int(figures.get("reward_failed", 0)))
+        self._choose(state, None, figures.get(NAME), int(figures.get("reward_failed", 0)))
         result = EvalResult(math.nan, None, sum(len(answer.tokens) for answer in answers), len(answers))
         for hook in state.hooks:
             hook.evaluated(state, result)
@@ -52,17 +52,6 @@ class HeldOut(Evaluation):
 
     def close(self, state: RunState) -> None:
         self.rewards.close()
-
-    def _choose(self, state: RunState, reward: float | None, failed: int) -> None:
-        """Compare this step with the best one so far: by the answers without a reward, since a mean over fewer answers
-        may be that of the easy ones; then by the reward."""
-        p = state.progress
-        if p.step == 0:
-            p.first_metric = reward
-        elif reward is not None and (p.best_metric is None or (-failed, reward) > (-p.best_failed, p.best_metric)):
-            p.best_metric, p.best_failed, p.best_step, p.stale = reward, failed, p.step, 0
-        else:
-            p.stale += 1
 
     def _report(
         self, state: RunState, answers: Sequence[Sample], rewarded: Rewarded, figures: dict[str, float]

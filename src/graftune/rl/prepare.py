@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +37,8 @@ from graftune.training.run import PreparedRun
 from graftune.weights.base import with_new_tokens
 
 USUAL_HELD_OUT = 64  # prompts of an evaluation, unless eval_examples says otherwise
+
+EncodedPrompt = tuple[PromptRow, list[int]]
 
 
 @dataclass(frozen=True)
@@ -145,44 +147,36 @@ def _needed(config: Config, data: PromptSplit) -> int:
 
 def _read(config: Config, tokenizer: Tokenizer, value: DataValue, console: Console) -> PromptSplit:
     console.note(f"reading {label(value)}")
-    encoded = _fitting(read_prompts(value, config.data), config, tokenizer, console, value)
+    found = read_prompts(value, config.data)
+    training, data = _fitting(found, config, tokenizer, console, value), found.sha256
     if config.data.eval_data:
         other = read_prompts(config.data.eval_data, config.data)
         held = _fitting(other, config, tokenizer, console, config.data.eval_data)
-        training, data = encoded, encoded.sha256 + held.sha256
+        data += other.sha256
     else:
-        training, held = _split(encoded, config.data.val_split, config.train.seed)
-        data = encoded.sha256
+        training, held = _split(training, config.data.val_split, config.train.seed)
+    digest = hashlib.sha256(repr([[tokens for _, tokens in part] for part in (training, held)]).encode()).hexdigest()
     most = config.data.eval_examples or USUAL_HELD_OUT
-    digest = hashlib.sha256(repr([training.tokens, held.tokens]).encode()).hexdigest()
-    order = np.sort(np.random.default_rng([config.train.seed, 0xE7A1]).permutation(len(held.prompts))[:most]).tolist()
-    chosen = held.subset(order)
+    order = np.sort(np.random.default_rng([config.train.seed, 0xE7A1]).permutation(len(held))[:most]).tolist()
+    chosen = [held[place] for place in order]
     console.note(
-        f"prompts: {len(training.prompts)} to train on, {len(held.prompts)} held out"
-        + (f", {len(order)} of them evaluated" if len(order) < len(held.prompts) else "")
+        f"prompts: {len(training)} to train on, {len(held)} held out"
+        + (f", {len(order)} of them evaluated" if len(order) < len(held) else "")
     )
-    lengths = [len(tokens) for tokens in (*training.tokens, *chosen.tokens)]
-    return PromptSplit(training.prompts, chosen.prompts, data, digest, lengths)
+    lengths = [len(tokens) for _, tokens in (*training, *chosen)]
+    return PromptSplit([row for row, _ in training], [row for row, _ in chosen], data, digest, lengths)
 
 
-@dataclass(frozen=True)
-class _Encoded:
-    prompts: list[PromptRow]
-    tokens: list[list[int]]
-    sha256: str  # of the data
-
-    def subset(self, places: list[int]) -> _Encoded:
-        return replace(self, prompts=[self.prompts[i] for i in places], tokens=[self.tokens[i] for i in places])
-
-
-def _fitting(found: PromptData, config: Config, tokenizer: Tokenizer, console: Console, value: DataValue) -> _Encoded:
+def _fitting(
+    found: PromptData, config: Config, tokenizer: Tokenizer, console: Console, value: DataValue
+) -> list[EncodedPrompt]:
     """The prompts that leave space for an answer. Others are counted and reported."""
     form, most = usable_format(tokenizer, config.data), config.data.max_seq_len - config.rl.answer_tokens
     if most < 1:
         sizes = f"answer_tokens is {config.rl.answer_tokens} and max_seq_len is {config.data.max_seq_len}"
         what = f"{sizes}, which leaves no token for a prompt"
         raise GraftuneError(what, fix="set max_seq_len, or lower answer_tokens")
-    kept: list[tuple[PromptRow, list[int]]] = []
+    kept: list[EncodedPrompt] = []
     for prompt in found.prompts:
         try:
             tokens = text.conversation(tokenizer, form, prompt.messages)
@@ -195,20 +189,20 @@ def _fitting(found: PromptData, config: Config, tokenizer: Tokenizer, console: C
         console.warn(f"{label(value)}: {counted(count, 'row')} left out: {reason}")
     if not kept:
         raise GraftuneError("no prompt can be used", where=label(value), fix="set max_seq_len, or lower answer_tokens")
-    return _Encoded([prompt for prompt, _ in kept], [tokens for _, tokens in kept], found.sha256)
+    return kept
 
 
-def _split(data: _Encoded, share: float, seed: int) -> tuple[_Encoded, _Encoded]:
+def _split(data: list[EncodedPrompt], share: float, seed: int) -> tuple[list[EncodedPrompt], list[EncodedPrompt]]:
     """Training and held-out prompts; equal ones are on the same side."""
     texts: dict[tuple[int, ...], list[int]] = {}
-    for place, tokens in enumerate(data.tokens):
+    for place, (_, tokens) in enumerate(data):
         texts.setdefault(tuple(tokens), []).append(place)
     groups = list(texts.values())
     count = min(len(groups) - 1, max(1, round(share * len(groups)))) if share else 0
     order = np.random.default_rng([seed, 0x51D3]).permutation(len(groups)).tolist()
     held = sorted(place for group in order[:count] for place in groups[group])
     rest = sorted(place for group in order[count:] for place in groups[group])
-    return data.subset(rest), data.subset(held)
+    return [data[place] for place in rest], [data[place] for place in held]
 
 
 def _with_auto(config: Config, parameters: int, console: Console) -> Config:

@@ -83,12 +83,12 @@ class Rewards:
 
     def __call__(self, prompts: Sequence[PromptRow], answers: Sequence[Sequence[str]], between: Between) -> Rewarded:
         """`answers`: those of each prompt. `between` is called while the functions compute."""
-        counts, total = [len(group) for group in answers], sum(map(len, answers))
+        total = sum(map(len, answers))
         found = Rewarded([None] * total, {})
         unusable: set[int] = set()
         for name, function in self.functions.items():
             function.hangs = 0
-            values, bad = _called(function, prompts, answers, counts, between)
+            values, bad = _called(function, prompts, answers, between)
             found.by_function[name] = values
             unusable |= bad.keys()
             if bad:
@@ -106,21 +106,21 @@ def _called(
     function: UserFunction,
     prompts: Sequence[PromptRow],
     answers: Sequence[Sequence[str]],
-    counts: Sequence[int],
     between: Between,
 ) -> tuple[list[float | None], dict[int, str]]:
     """The numbers of one function, and why it has none for some answers, by place."""
     try:
-        return _read(function(_arguments(prompts, answers), between))
+        found = function(_arguments(prompts, answers), between)
+        return found["numbers"], {int(place): why for place, why in found["bad"].items()}
     except CallFailed as error:
-        hung = function.hangs > 0
-        if len(prompts) == 1 or hung:
-            return [None] * sum(counts), dict.fromkeys(range(sum(counts)), str(error))
+        if len(prompts) == 1 or function.hangs:
+            count = sum(map(len, answers))
+            return [None] * count, dict.fromkeys(range(count), str(error))
     values: list[float | None] = []
     bad: dict[int, str] = {}
     for prompt, group in zip(prompts, answers, strict=True):
         start = len(values)
-        some, wrong = _called(function, [prompt], [group], [len(group)], between)
+        some, wrong = _called(function, [prompt], [group], between)
         values += some
         bad |= {start + place: why for place, why in wrong.items()}
     return values, bad
@@ -137,10 +137,6 @@ def _arguments(prompts: Sequence[PromptRow], answers: Sequence[Sequence[str]]) -
         text if isinstance(prompt.given, str) else turn for (prompt, text), turn in zip(pairs, turns, strict=True)
     ]
     return given
-
-
-def _read(answer: dict[str, Any]) -> tuple[list[float | None], dict[int, str]]:
-    return list(answer["numbers"]), {int(place): why for place, why in answer.get("bad", {}).items()}
 
 
 def advantages_of(rewards: Sequence[float | None], scale: str) -> list[float | None]:

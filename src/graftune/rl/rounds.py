@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,17 +91,17 @@ def draw(
 ) -> Round:
     """Answer the prompts, reward the answers and compute the advantages. `between` is called while the functions
     compute; `step`: steps before the round."""
-    settings, seconds = config.rl, dict[str, float]()
-    with _timed(seconds, "sample_s"):
-        groups = session.sample(
-            [prompt.messages for prompt in prompts],
-            n=settings.group,
-            max_new_tokens=settings.answer_tokens,
-            temperature=config.train.temperature,
-            seed=seed,
-        )
-    with _timed(seconds, "reward_s"):
-        rewarded = rewards(prompts, [[one.text for one in group] for group in groups], between)
+    settings, began = config.rl, time.perf_counter()
+    groups = session.sample(
+        [prompt.messages for prompt in prompts],
+        n=settings.group,
+        max_new_tokens=settings.answer_tokens,
+        temperature=config.train.temperature,
+        seed=seed,
+    )
+    sampled = time.perf_counter()
+    rewarded = rewards(prompts, [[one.text for one in group] for group in groups], between)
+    seconds = {"sample_s": sampled - began, "reward_s": time.perf_counter() - sampled}
     totals = iter(rewarded.totals)
     by_group = [[next(totals) for _ in group] for group in groups]
     advantages = [advantages_of(group, settings.advantage_scale) for group in by_group]
@@ -117,7 +116,8 @@ def draw(
     answers = [answer for group in groups for answer in group]
     figures = answer_figures(answers, rewarded) | seconds
     skipped = sum(not some and group.count(None) < len(group) for some, group in zip(advantages, by_group, strict=True))
-    figures |= {"skipped_groups": skipped, "sample_tok_s": _tokens(answers) / max(seconds["sample_s"], 1e-9)}
+    drawn = sum(len(answer.tokens) + (answer.end is not None) for answer in answers)
+    figures |= {"skipped_groups": skipped, "sample_tok_s": drawn / max(seconds["sample_s"], 1e-9)}
     shown = _shown([prompt for prompt, group in zip(prompts, groups, strict=True) for _ in group], answers, rewarded)
     return Round(step, examples, figures, shown, rewarded.problems)
 
@@ -163,14 +163,3 @@ def _shown(
         by_prompt = {row["prompt"]: row for row in sorted(rows, key=lambda row: -sign * row["reward"])}
         found[name] = sorted(by_prompt.values(), key=lambda row: sign * row["reward"])[:SHOWN]
     return found
-
-
-def _tokens(answers: Sequence[Sample]) -> int:
-    return sum(len(answer.tokens) + (answer.end is not None) for answer in answers)
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    began = time.perf_counter()
-    yield
-    seconds[name] = time.perf_counter() - began

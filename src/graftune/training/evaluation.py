@@ -61,18 +61,27 @@ class Evaluation(Hook):
             self.metric.close()
 
     def _count(self, state: RunState, result: EvalResult, scores: Scores | None) -> None:
-        """Compare this step with the best one so far."""
-        p, run = state.progress, state.config.run
-        value, failed, goal = (None, 0, "max") if scores is None else (scores.value, scores.failed, run.metric_goal)
+        run = state.config.run
         if run.best != "loss":
             self.name, goal = run.best, "max" if state.parts.loss.better[run.best] == "higher" else "min"
-            value = result.figures[run.best]
-        usable = value is None or math.isfinite(value)
+            self._choose(state, result.loss, result.figures[run.best], goal=goal)
+        elif scores is not None:
+            self._choose(state, result.loss, scores.value, scores.failed, run.metric_goal)
+        else:
+            self._choose(state, result.loss, None)
+
+    def _choose(
+        self, state: RunState, loss: float | None, value: float | None, failed: int = 0, goal: str = "max"
+    ) -> None:
+        """Compare this step with the best one so far. `value`: of the number that chooses, if it is not the loss."""
+        p = state.progress
+        measured = [number for number in (loss, value) if number is not None]
+        usable = bool(measured) and all(map(math.isfinite, measured))
         if p.step == 0:
-            p.first_loss = result.loss if math.isfinite(result.loss) else None  # as in the log
-            p.first_metric = value if usable else None
-        elif math.isfinite(result.loss) and usable and is_better(p, result.loss, value, failed, goal):
-            p.best_loss, p.best_step, p.stale = result.loss, p.step, 0
+            p.first_loss = loss if loss is not None and math.isfinite(loss) else None  # as in the log
+            p.first_metric = value if value is not None and math.isfinite(value) else None
+        elif usable and is_better(p, loss, value, failed, goal):
+            p.best_loss, p.best_step, p.stale = loss, p.step, 0
             p.best_metric, p.best_failed = value, failed
         else:
             p.stale += 1
@@ -105,13 +114,14 @@ class Evaluation(Hook):
             report.console.note(f"{scores.cut} of {scores.records} answers were cut off at sample_tokens")
 
 
-def is_better(best: Progress, loss: float, value: float | None, failed: int, goal: str) -> bool:
+def is_better(best: Progress, loss: float | None, value: float | None, failed: int, goal: str) -> bool:
     """Whether an evaluation is better than the best so far: by the calls of the metric that failed, since a mean over
     fewer answers may be that of the easy ones; then by the metric; by the loss where it is equal, or there is none."""
-    if best.best_loss is None or (value is not None and best.best_metric is None):
+    if best.best_step < 0 or (value is not None and best.best_metric is None):
         return True
-    if failed != best.best_failed:
-        return failed < best.best_failed
-    if value is None or best.best_metric is None or value == best.best_metric:
-        return loss < best.best_loss
-    return (value > best.best_metric) == (goal == "max")
+    sign = 1 if goal == "max" else -1
+
+    def order(failed: int, value: float | None, loss: float | None) -> tuple[float, float, float]:
+        return -failed, sign * (value or 0.0), -(loss or 0.0)
+
+    return order(failed, value, loss) > order(best.best_failed, best.best_metric, best.best_loss)

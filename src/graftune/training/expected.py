@@ -20,7 +20,7 @@ from graftune.data.encoded import lengths_of, responses_of
 from graftune.kernels import nf4
 from graftune.losses import choose, stores_reference
 from graftune.plan import Job, Plan
-from graftune.plan.transfer import SUSTAINED
+from graftune.plan.cards import SUSTAINED
 from graftune.session import loader_of
 from graftune.settings import auto
 from graftune.step.flops import StepFlops

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +45,14 @@ class Preview(Hook):
     """Writes the file in a thread beside the first steps, so that they do not wait for it."""
 
     def __init__(self, examples: Sequence[Example]) -> None:
-        self._examples, self._failed = examples, ""
-        self._thread: threading.Thread | None = None
+        self._examples, self._thread = examples, ThreadPoolExecutor(1, "preview")
+        self._written: Future[None] | None = None
 
     def start(self, state: RunState) -> None:
         """A resumed run has its preview, unless it was killed before it was written."""
         if state.ranks.leads and not (state.folder / PREVIEW).exists():
-            self._thread = threading.Thread(target=self._write, args=[state], name="preview")
-            self._thread.start()
+            how = state.folder / PREVIEW, self._examples, state.parts.tokenizer
+            self._written = self._thread.submit(write_preview, *how)
 
     def finish(self, state: RunState) -> dict[str, Any]:
         self.close(state)  # before the last event of the log: a run that has it lacks nothing
@@ -60,17 +60,10 @@ class Preview(Hook):
 
     def close(self, state: RunState) -> None:
         """Wait for the thread, and warn if the file was not written. A run that fails reports only its own error."""
-        if self._thread is not None:
-            self._thread.join()
-        if self._failed and sys.exc_info()[0] is None:
-            state.report.warn(f"{PREVIEW} was not written: {self._failed}")
-            self._failed = ""
-
-    def _write(self, state: RunState) -> None:
-        try:
-            write_preview(state.folder / PREVIEW, self._examples, state.parts.tokenizer)
-        except OSError as error:
-            self._failed = error.strerror or str(error)
+        self._thread.shutdown()
+        written, self._written = self._written, None
+        if written is not None and (error := written.exception()) and sys.exc_info()[0] is None:
+            state.report.warn(f"{PREVIEW} was not written: {getattr(error, 'strerror', None) or error}")
 
 
 def write_preview(path: Path, examples: Sequence[Example], tokenizer: Tokenizer) -> None:

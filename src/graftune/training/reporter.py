@@ -148,15 +148,14 @@ class Reporter:
             text = f"step {step}: {what}"
             self.warn(text, step)
 
-    def profiled(self, document: dict[str, Any] | None, step: int) -> None:
-        """An occasion of `profile_every` is over, if there is a document."""
-        if document is not None:
-            figures = {name: document[name] for name in ("step_ms", "plain_ms", "owned", "bottleneck")}
-            self.log.emit("profile", step=step, **figures)
-            if "not_written" in document:
-                self.console.warn(f"profile.json was not written: {document['not_written']}")
-            apart = f"; {compared(document)}" if is_far(document) else ""
-            self.console.note(f"profile at step {step}: {figures['step_ms']:.1f} ms; {figures['bottleneck']}{apart}")
+    def profiled(self, document: dict[str, Any], step: int) -> None:
+        """An occasion of `profile_every` is over."""
+        figures = {name: document[name] for name in ("step_ms", "plain_ms", "owned", "bottleneck")}
+        self.log.emit("profile", step=step, **figures)
+        if "not_written" in document:
+            self.console.warn(f"profile.json was not written: {document['not_written']}")
+        apart = f"; {compared(document)}" if is_far(document) else ""
+        self.console.note(f"profile at step {step}: {figures['step_ms']:.1f} ms; {figures['bottleneck']}{apart}")
 
     def _rates(self) -> dict[str, float]:
         """Beside tokens per second, as far as they are known."""
@@ -213,13 +212,9 @@ class Reporter:
         """The terminal is gone: from here on only the log is written."""
         self.console, self.bar = Console(quiet=True), WorkProgress(self.total)
 
-    def end(self, parts: Parts, step: int, stopped: str, **more: Any) -> None:
-        """Log the end of a run that was stopped, and draw its pictures."""
-        self.log.emit("run_end", step=step, stopped=stopped, **more, **self.cost(parts))
-        self.plot()
-
-    def plot(self) -> None:
-        """Draw the picture and write the report of the run as it ended or was stopped."""
+    def end(self, parts: Parts, step: int, stopped: str, **figures: Any) -> None:
+        """Log the end of a run, draw its picture and write its report."""
+        self.log.emit("run_end", step=step, stopped=stopped, **figures | self.cost(parts))
         write_pictures(self.log.path.parent, self.live_plot, self.console.warn)
 
     def cost(self, parts: Parts) -> dict[str, Any]:

@@ -88,7 +88,10 @@ def stored_config(folder: Path, overrides: dict[str, Any]) -> Config:
     stored, asked = config.flat(), with_full_paths(Config.of(config.flat(), overrides)).flat()
     free = settings_that("stored", "free")
     for name in overrides:
-        if asked[name] != stored[name] and name not in free and not _same_kind(name, asked, stored):
+        was, now = stored[name], asked[name]
+        if name == "device":  # another GPU is taken
+            was, now = was.partition(":")[0], now.partition(":")[0]
+        if was != now and name not in free:
             raise GraftuneError(
                 f"{name} was {stored[name]!r} in this run and is {asked[name]!r} now",
                 where=str(folder),
@@ -99,24 +102,16 @@ def stored_config(folder: Path, overrides: dict[str, Any]) -> Config:
     return Config.of(asked)
 
 
-def _same_kind(name: str, asked: dict[str, Any], stored: dict[str, Any]) -> bool:
-    """Whether it is the device that differs, and both are of the same kind: another GPU is taken."""
-    return name == "device" and str(asked[name]).partition(":")[0] == str(stored[name]).partition(":")[0]
-
-
 def with_full_paths(config: Config) -> Config:
     """The settings with full paths of files and folders, so that a run can be resumed from anywhere."""
     values = {name: value for name, value in config.flat().items() if name in ("base", "template", "adapter") and value}
-    full: dict[str, Any] = {n: str(Path(v).expanduser().resolve()) for n, v in values.items() if _exists(v)}
+    paths = {name: Path(v).expanduser() for name, v in values.items() if v not in ("auto", "none")}
+    full: dict[str, Any] = {name: str(path.resolve()) for name, path in paths.items() if path.exists()}
     if ":" in config.run.metric:
         full["metric"] = str(FunctionName.of(config.run.metric, "metric"))
     if config.rl.reward:
         full["reward"] = [str(FunctionName.of(text)) for text in config.rl.reward]
     return config.replace(**full, data=absolute(config.data.data), eval_data=absolute(config.data.eval_data))
-
-
-def _exists(value: str) -> bool:
-    return Path(value).expanduser().exists() and value not in ("auto", "none")
 
 
 def finished(folder: Path, before: Config, now: Config) -> Event | None:

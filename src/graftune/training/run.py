@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,13 +26,13 @@ from typing import Any, NamedTuple
 from graftune.data.pack import Capacities
 from graftune.observe.console import Console
 from graftune.observe.events import Event, EventLog
+from graftune.observe.memory import peak_resident_bytes
 from graftune.observe.trackers import Tracking
 from graftune.plan import Plan
 from graftune.session import Parts
 from graftune.settings.config import Config
 from graftune.spans import marked
 from graftune.step.pipeline import Figures
-from graftune.training import ending
 from graftune.training.checkpoints import Checkpoints
 from graftune.training.evaluation import Evaluation
 from graftune.training.guard import Guard, Halted
@@ -151,7 +153,7 @@ class Run(ABC):
             self.closing = True
             state.report.phase("finalising")
             with state.ranks.busy("finishing the run"):
-                return stopped, ending.finish(state, self.checkpoints, stopped)
+                return stopped, self._finish(stopped)
         except (Interrupted, OSError) as error:
             if isinstance(error, OSError) and not state.stop.signal:
                 state.report.console.note(self.checkpoints.lost(state))  # the log or a checkpoint could not be written
@@ -224,6 +226,48 @@ class Run(ABC):
             raise Interrupted
         self.last = None
 
+    def _finish(self, stopped: str) -> dict[str, Any]:
+        """Take the best weights, write the adapter or model, and let the hooks add to the summary. Rank 0 does it while
+        the others wait; they get an empty summary. Where the base is sharded over the ranks, no forward pass works
+        without all of them: then every rank does the same, and what the others write goes nowhere."""
+        state, parts = self.state, self.parts
+        ranks, p, console = state.ranks, state.progress, state.report.console
+        together = parts.placement.ranks > 0
+        if not ranks.leads and not together:
+            return {}
+        if ranks.leads:
+            self.checkpoints.take_best(state)
+        if together:
+            ranks.spread(parts, p)
+        if p.step and not p.updates:
+            why = "every update was skipped, because no gradient was finite"
+            if state.config.rl.reward:
+                why = "no update was made, because no group had two different rewards, or no gradient was finite"
+            console.warn(f"{why}: nothing was trained")
+        elif (
+            p.first_loss is not None
+            and p.best_loss is not None
+            and p.best_loss >= p.first_loss
+            and p.best_metric is None
+        ):
+            console.warn("validation loss did not fall below where it started: training does not help on this data")
+        place = nullcontext(state.folder) if ranks.leads else tempfile.TemporaryDirectory()
+        with console.working(f"writing the {parts.product}"), place as folder:
+            parts.write(Path(folder) / parts.product)
+        summary: dict[str, Any] = {
+            "trained": _trained(parts),
+            "best_step": p.best_step,
+            "validation_loss": {"start": p.first_loss, "best": p.best_loss},
+        }
+        for hook in self.hooks:
+            summary |= hook.finish(state)
+        if not ranks.leads:
+            return {}
+        summary |= state.report.cost(parts) | {"peak_memory": peak_resident_bytes()}
+        state.report.memory_in_all(p.step)
+        state.report.end(parts, p.step, stopped, **summary)
+        return summary
+
     def _tell_event(self, event: Event) -> None:
         for hook in self.hooks:
             hook.event(self.state, event)
@@ -266,3 +310,12 @@ class Run(ABC):
             self.checkpoints.save(state)
         if state.ranks.leads:
             state.report.end(self.parts, state.progress.step, "interrupted", signal=int(number))
+
+
+def _trained(parts: Parts) -> str:
+    """What was trained, in a few words."""
+    values = f"{len(parts.arena.weights) / 1e6:.2f}M values"
+    if parts.config.train.method != "lora":
+        start = "from scratch" if parts.config.train.method == "scratch" else "every weight"
+        return f"{parts.base.name}, {start}, {values}"
+    return f"LoRA of rank {parts.lora.rank} on {parts.base.name}, {values}"

@@ -83,10 +83,7 @@ class Questions:
 
     def known(self, event: Mapping[str, Any]) -> list[str]:
         """The answers to exactly these questions in an event of the log; none if it holds others."""
-        found, asked = event.get("answers"), event.get("questions")
-        if asked != self.digest or not isinstance(found, list) or len(found) != len(self.questions):
-            return []
-        return found if all(isinstance(answer, str) for answer in found) else []
+        return list(event["answers"]) if event.get("questions") == self.digest else []
 
     def show(self, console: Console, before: Sequence[str], after: Sequence[str]) -> dict[str, Any]:
         """Print base and tuned answers side by side, and return their scores. `before` may be empty."""
