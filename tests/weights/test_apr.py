@@ -20,8 +20,7 @@ from graftune.observe.memory import peak_resident_bytes
 from graftune.weights import apr_io
 from graftune.weights.adapter import load_adapter
 from graftune.weights.apr import load_apr, save_apr
-from graftune.weights.apr_io import AprFile, AprTensor
-from graftune.weights.gguf_quant import quantise
+from graftune.weights.apr_io import AprFile
 from tests.exporting.judges import opened, shaken
 from tests.support.counting import Calls
 from tests.weights.test_adapter import DOCUMENT, NEW, logits
@@ -71,7 +70,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("apr") / "small.apr"
     tensors = {"lora.0.q_proj.lora_a": torch.randn(2, 5), "lora.0.q_proj.lora_b": torch.randn(3, 2)}
     metadata = {"model_type": "adapter", "lora_rank": 2, "lora_alpha": 4.0, "name": "f\u00fcr dich"}
-    apr_io.write(path, AprFile(metadata, {n: AprTensor.of(t) for n, t in tensors.items()}))
+    apr_io.write(path, AprFile(metadata, tensors))
     return path
 
 
@@ -80,28 +79,17 @@ def test_the_bytes_are_those_of_the_description(tmp_path: Path) -> None:
     tensors = {f"t.{i}": torch.randn(3, 7).mul(50).to(dtype) for i, dtype in enumerate(CODES)}
     tensors |= {"Z": torch.zeros(0, 4), "scalar": torch.tensor(3.5), "\u00e9": torch.ones(1)}
     metadata = {"model_type": "x", "text": "\u2603", "list": [1, None, {"a": True}]}
-    apr_io.write(tmp_path / "a.apr", AprFile(metadata, {n: AprTensor.of(t) for n, t in tensors.items()}))
+    apr_io.write(tmp_path / "a.apr", AprFile(metadata, tensors))
     entries = sorted((n.encode(), CODES[t.dtype], tuple(t.shape), raw(t)) for n, t in tensors.items())
     text = json.dumps(metadata, ensure_ascii=False, separators=(",", ":")).encode()
     assert (tmp_path / "a.apr").read_bytes() == by_hand(text, entries)
     again = apr_io.read(tmp_path / "a.apr")
     assert again.metadata == metadata and next(iter(again.tensors)) == "Z"
     for name, value in tensors.items():
-        assert again.tensors[name].values().dtype == value.dtype
-        assert torch.equal(again.tensors[name].values(), value)
+        assert again.tensors[name].dtype == value.dtype
+        assert torch.equal(again.tensors[name], value)
     apr_io.write(tmp_path / "b.apr", again)
     assert (tmp_path / "b.apr").read_bytes() == (tmp_path / "a.apr").read_bytes()
-
-
-def test_quantised_tensors(tmp_path: Path) -> None:
-    weight = torch.randn(3, 512)
-    blocks = {kind: quantise(weight, kind) for kind in ("Q4_K", "Q6_K")}
-    tensors = {kind: AprTensor(kind, (3, 512), b.view(-1)) for kind, b in blocks.items()}
-    apr_io.write(tmp_path / "q.apr", AprFile({}, tensors, apr_io.ROW_MAJOR | apr_io.QUANTISED))
-    entries = [(b"Q4_K", 12, (3, 512), raw(blocks["Q4_K"])), (b"Q6_K", 14, (3, 512), raw(blocks["Q6_K"]))]
-    assert (tmp_path / "q.apr").read_bytes() == by_hand({}, entries, flags=1024 | 32)
-    again = apr_io.read(tmp_path / "q.apr").tensors
-    assert (again["Q6_K"].values() - weight).abs().max() < 0.1 and (again["Q4_K"].values() - weight).abs().max() < 0.4
 
 
 def refused(path: Path, data: bytes) -> str:
@@ -144,8 +132,6 @@ LIES: dict[str, tuple[bytes, str]] = {
     "size": (by_hand({}, [ENTRY], size=2**62), "cannot be"),
     "huge shape": (by_hand({}, [(b"a", 0, (2**63, 2**63), bytes(16))]), "cannot be"),
     "type": (by_hand({}, [(b"a", 9, (2, 2), bytes(16))]), "of type 9 cannot be"),
-    "part of a block": (by_hand({}, [(b"a", 12, (2, 128), bytes(144))]), "cannot be"),
-    "blocks without a shape": (by_hand({}, [(b"a", 12, (), bytes(144))]), "cannot be"),
     "dimensions": (by_hand({}, [(b"a", 0, (1,) * 9, bytes(4))]), "not in order"),
     "long name": (by_hand({}, [(b"a" * 257, 0, (1,), bytes(4))]), "not in order"),
     "unsorted": (by_hand({}, [(b"b", 0, (1,), bytes(4)), (b"a", 0, (1,), bytes(4))]), "not in order"),
@@ -201,16 +187,14 @@ def test_an_adapter_there_and_back(variant: str, settings: dict[str, Any], tiny_
     assert metadata["epoch"] == 2 and metadata["val_loss"] == 1.25 and metadata["hidden_size"] == 48
     assert metadata["provenance"] == {"tool": "graftune", "started_at": facts["started_at"]}
     name = next(iter(n for n in stored.tensors if n.endswith("lora_a")))
-    assert stored.tensors[name].kind == "F32" and stored.tensors[name].shape[0] == 3
+    assert stored.tensors[name].dtype == torch.float32 and stored.tensors[name].shape[0] == 3
 
 
 def changed(path: Path, source: Path, tensors: dict[str, torch.Tensor | None] | None = None, **metadata: Any) -> Path:
     file = apr_io.read(source)
     new = {n: t for n, t in (dict(file.tensors) | (tensors or {})).items() if t is not None}
     values = {k: v for k, v in (file.metadata | metadata).items() if v is not None}
-    apr_io.write(
-        path, AprFile(values, {n: AprTensor.of(t) if isinstance(t, torch.Tensor) else t for n, t in new.items()})
-    )
+    apr_io.write(path, AprFile(values, new))
     return path
 
 

@@ -3,8 +3,7 @@
 A and B are stored unscaled in fp32 as lora.LAYER.PROJECTION.lora_a and .lora_b; a reader multiplies by lora_alpha /
 lora_rank. Rank-stabilised adapters are scaled by alpha over the root of the rank, so their lora_alpha is stored
 multiplied by that root, and other readers compute the right product too. Trained norms and tables with added tokens are
-stored under our own names. The key `graftune` has what only we read: the base, its hash, the template, and which layers
-are convolutions.
+stored under our own names. The key `graftune` has what only we read: the base, its hash and the template.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from typing import Any
 import torch
 
 from graftune.errors import GraftuneError
-from graftune.model.families import FAMILIES, MODULES, modules_of, short_targets
+from graftune.model.families import FAMILIES, MODULES, family_of, modules_of, short_targets
 from graftune.model.spec import ModelSpec
 from graftune.settings.sections import LoraConfig
 from graftune.weights import apr_io, experts, rows
 from graftune.weights.adapter_fit import Adapter, fitted
-from graftune.weights.apr_io import AprFile, AprTensor
+from graftune.weights.apr_io import AprFile
 
 SCHEMA = "1.3.0"
 _OURS = re.compile(r"layers\.(\d+)\.([\w.]+)\.lora_([AB])\.weight")
@@ -61,24 +60,22 @@ def save_apr(path: Path, adapter: Adapter, spec: ModelSpec, facts: Mapping[str, 
             "rslora_alpha": lora.alpha if lora.rslora else None,
             "dropout": lora.dropout,
             "new_tokens": list(lora.new_tokens),
-            "conv_layers": [i for i, layer in enumerate(spec.layers) if layer.mixer.module == "conv"],
         },
     }
     ordered = {name: rows.adapter_to_file(t, "folder", spec, name) for name, t in adapter.tensors.items()}
-    tensors = {_stored(name, spec): AprTensor.of(value.float()) for name, value in ordered.items()}
-    apr_io.write(path, AprFile(metadata, tensors))
+    modules = modules_of(family_of(spec).block_names)
+    apr_io.write(path, AprFile(metadata, {_stored(name, modules): value.float() for name, value in ordered.items()}))
 
 
-def _stored(name: str, spec: ModelSpec) -> str:
-    """The projection by its name, or by its path where another one of the layer has that name."""
+def _stored(name: str, modules: Mapping[str, Collection[str]]) -> str:
+    """The projection by its name, or by its path where several modules of the family have one of that name."""
     if experts.is_expert_adapter(name):
         raise GraftuneError("an APR file has no place for adapters on experts", fix="export to peft or gguf-lora")
     match = _OURS.fullmatch(name)
     if match is None:
         return name
     last = match[2].rpartition(".")[2]
-    alike = [path for path in spec.layers[int(match[1])].projections if path.rpartition(".")[2] == last]
-    return f"lora.{match[1]}.{match[2] if len(alike) > 1 else last}.lora_{match[3].lower()}"
+    return f"lora.{match[1]}.{match[2] if len(modules[last]) > 1 else last}.lora_{match[3].lower()}"
 
 
 def load_apr(path: Path) -> Adapter:
@@ -94,13 +91,13 @@ def load_apr(path: Path) -> Adapter:
             raise GraftuneError(f"its {key} is {value!r}", where=str(path), fix="export the adapter again")
     found = get("graftune")
     ours: dict[str, Any] = found if isinstance(found, dict) else {}
-    convolutions, family = ours.get("conv_layers"), FAMILIES.get(str(get("architecture")))
+    family = FAMILIES.get(str(get("architecture")))
     modules = MODULES if family is None else modules_of(family.block_names)
-    tensors = {_ours(name, modules, convolutions, path): tensor.values() for name, tensor in file.tensors.items()}
+    tensors = {_ours(name, modules, path): tensor.float() for name, tensor in file.tensors.items()}
     return Adapter(
         path,
         _settings(file.metadata, ours, tensors, modules, path),
-        {name: value.float() for name, value in tensors.items()},
+        tensors,
         str(ours.get("base") or ""),
         str(ours.get("base_sha256") or ""),
         "none" if ours.get("template") == "none" else "auto",
@@ -110,18 +107,16 @@ def load_apr(path: Path) -> Adapter:
     )
 
 
-def _ours(stored: str, modules: Mapping[str, Collection[str]], convolutions: object, path: Path) -> str:
-    """`modules`: those that a projection may be in. `convolutions`: the layers with one; they decide between names that
-    attention and convolutions share."""
+def _ours(stored: str, modules: Mapping[str, Collection[str]], path: Path) -> str:
+    """`modules`: those that a projection may be in."""
     match = _STORED.fullmatch(stored)
-    within, _, last = match[2].rpartition(".") if match else ("", "", "")
-    found = [module for module in modules.get(last, ()) if within in ("", module)]
-    if match and {"conv", "self_attn"} == set(found) and isinstance(convolutions, list):
-        found = ["conv"] if int(match[1]) in convolutions else ["self_attn"]
-    if match and len(found) == 1:
-        place = f"{found[0]}.{last}" if found[0] else last
-        return f"layers.{match[1]}.{place}.lora_{match[3].upper()}.weight"
-    if _BESIDE.fullmatch(stored):
+    if match:
+        within, _, last = match[2].rpartition(".")
+        found = [module for module in modules.get(last, ()) if within in ("", module)]
+        if len(found) == 1:
+            place = f"{found[0]}.{last}".removeprefix(".")
+            return f"layers.{match[1]}.{place}.lora_{match[3].upper()}.weight"
+    elif _BESIDE.fullmatch(stored):
         return stored
     raise GraftuneError(f"the adapter uses {stored}", where=str(path), fix="this cannot be loaded here")
 

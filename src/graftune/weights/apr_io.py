@@ -18,7 +18,7 @@ import mmap
 import struct
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,58 +28,32 @@ import torch
 from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
 from graftune.io.files import new_file
-from graftune.kernels import gguf_dequant
 from graftune.weights.opening import open_map
 
 MAGIC, VERSION = b"APR\0", (2, 0)
-QUANTISED, ROW_MAJOR = 32, 1024
+ROW_MAJOR = 1024
 _REFUSED = {1: "LZ4", 2: "Zstandard", 4: "encryption", 8: "a signature", 16: "shards", 2048: "column-major tensors"}
 _HEADER = struct.Struct("<4sBBHIQIQQI20s")
 ALIGN = 64
 MOST_METADATA, MOST_NAME, MOST_DIMS = 16 << 20, 256, 8
-CODES = {
-    **{"F32": 0, "F16": 1, "F64": 3, "I32": 4, "I64": 5, "I8": 6, "U8": 7},
-    **{"Q4_K": 12, "Q6_K": 14, "BF16": 30},
-}
+# The format also numbers quantised types (12 and 14), which adapters do not have.
 DTYPES = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "F64": torch.float64,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BF16": torch.bfloat16,
+    0: torch.float32,
+    1: torch.float16,
+    3: torch.float64,
+    4: torch.int32,
+    5: torch.int64,
+    6: torch.int8,
+    7: torch.uint8,
+    30: torch.bfloat16,
 }
-_BY_CODE = {code: name for name, code in CODES.items()}
-_BY_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class AprTensor:
-    kind: str
-    shape: tuple[int, ...]
-    data: torch.Tensor = field(repr=False)  # [bytes] uint8
-
-    @classmethod
-    def of(cls, values: torch.Tensor) -> AprTensor:
-        flat = values.detach().cpu().contiguous().view(-1)
-        return cls(_BY_DTYPE[values.dtype], tuple(values.shape), flat.view(torch.uint8))
-
-    def values(self) -> torch.Tensor:
-        """As numbers, quantised ones in fp32."""
-        if self.kind in DTYPES:
-            return self.data.clone().view(DTYPES[self.kind]).view(self.shape)
-        out = torch.empty(math.prod(self.shape[:-1]), self.shape[-1])
-        gguf_dequant.dequantise(self.data.view(len(out), -1), self.kind, out)
-        return out.view(self.shape)
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class AprFile:
     metadata: dict[str, Any]
-    tensors: Mapping[str, AprTensor]
-    flags: int = ROW_MAJOR
+    tensors: Mapping[str, torch.Tensor]
 
 
 def write(path: Path, file: AprFile) -> None:
@@ -97,17 +71,18 @@ def write(path: Path, file: AprFile) -> None:
 def _pieces(file: AprFile) -> list[bytes | memoryview]:
     """The file in order, without its last four bytes."""
     metadata = json.dumps(file.metadata, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
-    tensors = sorted((name.encode(), tensor) for name, tensor in file.tensors.items())
+    tensors = sorted(((name.encode(), tensor) for name, tensor in file.tensors.items()), key=lambda each: each[0])
     index, at = b"", 0
     data: list[bytes | memoryview] = []
     for name, tensor in tensors:
-        size, dims = tensor.data.numel(), len(tensor.shape)
-        index += struct.pack("<H", len(name)) + name + struct.pack("<BB", CODES[tensor.kind], dims)
+        size, dims = tensor.nbytes, len(tensor.shape)
+        index += struct.pack("<H", len(name)) + name + struct.pack("<BB", _CODES[tensor.dtype], dims)
         index += struct.pack(f"<{dims}QQQ", *tensor.shape, at, size)
-        data += [tensor.data.numpy().data, bytes(-size % ALIGN)]
+        flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        data += [flat.numpy().data, bytes(-size % ALIGN)]
         at += _padded(size)
     index_at = ALIGN + _padded(len(metadata))
-    fields = (MAGIC, *VERSION, file.flags, len(tensors), ALIGN, len(metadata), index_at, index_at + _padded(len(index)))
+    fields = (MAGIC, *VERSION, ROW_MAJOR, len(tensors), ALIGN, len(metadata), index_at, index_at + _padded(len(index)))
     header = _HEADER.pack(*fields, 0, bytes(20))
     header = _HEADER.pack(*fields, _header_checksum(header), bytes(20))
     return [header, metadata, bytes(-len(metadata) % ALIGN), index, bytes(-len(index) % ALIGN), *data]
@@ -122,7 +97,7 @@ def _header_checksum(header: bytes) -> int:
 
 
 def read(path: Path) -> AprFile:
-    """Checked to the last byte; the tensors are views of the file's map."""
+    """Reads a file and checks it to the last byte."""
     data = open_map(path, mmap.ACCESS_COPY)
     if data[:4] != MAGIC:
         raise GraftuneError("is not an APR file", where=str(path), fix="give one that was exported as apr")
@@ -151,11 +126,11 @@ def _parsed(data: mmap.mmap) -> AprFile:
     metadata = json.loads(data[metadata_at : metadata_at + size].decode())
     if not isinstance(metadata, dict):
         raise ValueError("its metadata is not a JSON object")
-    return AprFile(metadata, _tensors(data, count, index_at, data_at), flags)
+    return AprFile(metadata, _tensors(data, count, index_at, data_at))
 
 
-def _tensors(data: mmap.mmap, count: int, at: int, data_at: int) -> dict[str, AprTensor]:
-    found: dict[str, AprTensor] = {}
+def _tensors(data: mmap.mmap, count: int, at: int, data_at: int) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
     before = b""
     for _ in range(count):
         (length,) = struct.unpack_from("<H", data, at)
@@ -164,16 +139,9 @@ def _tensors(data: mmap.mmap, count: int, at: int, data_at: int) -> dict[str, Ap
             raise ValueError("its index is not in order")
         *shape, offset, size = struct.unpack_from(f"<{dims}QQQ", data, at + 4 + length)
         at, before = at + 4 + length + 8 * dims + 16, name
-        kind = _BY_CODE.get(code, "")
-        if not kind or size != _nbytes(kind, shape) or data_at + offset + size > len(data) - 4:
+        dtype = DTYPES.get(code)
+        if dtype is None or size != math.prod(shape) * dtype.itemsize or data_at + offset + size > len(data) - 4:
             raise ValueError(f"a tensor {shape} of type {code} cannot be {size} bytes at {offset}")
         values = torch.from_numpy(np.frombuffer(data, np.uint8, size, data_at + offset))
-        found[name.decode()] = AprTensor(kind, tuple(shape), values)
+        found[name.decode()] = values.clone().view(dtype).view(shape)
     return found
-
-
-def _nbytes(kind: str, shape: list[int]) -> int:
-    if kind in DTYPES:
-        return math.prod(shape) * DTYPES[kind].itemsize
-    block = gguf_dequant.KINDS[kind]
-    return math.prod(shape[:-1]) * (shape[-1] // block.values) * block.bytes if shape else 0
