@@ -107,13 +107,11 @@ def test_small_files_are_not_worth_it(large: Path, monkeypatch: pytest.MonkeyPat
     assert digest.sha256([large]) == truth(large) and not user_cache.cache_folder().exists()
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"[1]", b"\xff\xfe", b'{"a": 3}', b"[" * 100_000, b"folder", b"lie"])
+@pytest.mark.parametrize("damage", [b"", b"{", b"[1]", b"\xff\xfe", b'{"a": 3}', b"[" * 100_000, b"folder"])
 def test_a_damaged_cache_does_no_harm(damage: bytes, large: Path, reads: list[int]) -> None:
     digest.sha256([large])
     file = user_cache.cache_folder() / "digests.json"
-    if damage == b"lie":  # no digest at all
-        file.write_text(json.dumps(dict.fromkeys(json.loads(file.read_text()), "../../etc")))
-    elif damage == b"folder":
+    if damage == b"folder":
         file.unlink()
         file.mkdir()
     else:

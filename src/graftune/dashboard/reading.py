@@ -46,7 +46,7 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     content = read_bytes(path, LARGEST_YAML)
     try:
         text = "" if content is None else content.decode("utf-8-sig", "replace")
-        tree = parse_yaml(text, "config.yaml", quick=True)
+        tree = parse_yaml(text, "config.yaml")
     except GraftuneError:
         return {}
     flat: dict[str, Any] = {}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,8 +29,8 @@ def sha256(files: Sequence[Path]) -> str:
     if sum(size for _, size, *_ in before) < SMALLEST:
         return _computed(files)
     key = json.dumps(before)
-    known = _remembered().get(key)
-    if known is not None:
+    known = user_cache.recall("digests").get(key)
+    if isinstance(known, str):
         return known
     found = _computed(files)
     if _state(files) == before and _is_settled(before):
@@ -59,8 +58,3 @@ def _state(files: Sequence[Path]) -> State:
         times = (stat.st_mtime_ns, stat.st_ctime_ns)
         found.append((str(file.resolve()), stat.st_size, stat.st_dev, stat.st_ino, times))
     return found
-
-
-def _remembered() -> dict[str, str]:
-    found = user_cache.recall("digests").items()
-    return {k: v for k, v in found if isinstance(v, str) and re.fullmatch("[0-9a-f]{64}", v)}

@@ -1,8 +1,7 @@
 """A YAML file of settings: read within limits, written with its schema named.
 
 PyYAML's safe loader takes everything that is valid: aliases that stand for billions of values, keys that occur twice
-(the last wins), nesting until Python's stack ends. So the loader counts depth and values, with those behind aliases,
-while it reads, before it makes values of them.
+(the last wins), nesting until Python's stack ends. So the tree of nodes is checked before values are made of it.
 """
 
 from __future__ import annotations
@@ -40,10 +39,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return parse_yaml(read_text(path), str(path))
 
 
-def parse_yaml(text: str, where: str, most: int = MOST, *, quick: bool = False) -> dict[str, Any]:
-    """The keys and values of a text of settings; messages call it `where`. It may hold `most` values. `quick`: read a
-    text without aliases by PyYAML's C parser, which is ten times as fast and of two equal keys takes the last."""
-    tree = _constructed(text, where, most, quick and "*" not in text)
+def parse_yaml(text: str, where: str, most: int = MOST) -> dict[str, Any]:
+    """The keys and values of a text of settings; messages call it `where`. It may hold `most` values."""
+    tree = _constructed(text, where, most)
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -69,15 +67,14 @@ def read_text(path: str | Path, largest: int = LARGEST) -> str:
         raise GraftuneError("is not valid YAML (not UTF-8)", where=str(path), fix="save it as UTF-8") from None
 
 
-def _constructed(text: str, where: str, most: int, quick: bool) -> Any:
+def _constructed(text: str, where: str, most: int) -> Any:
     import yaml
 
-    loader = None
     try:
-        if quick:
-            return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 (both are safe)
-        loader = _loader()(text, where, most)  # it fails here where a character is not allowed
-        return loader.get_single_data()
+        loader = _loader()(text)  # it fails here where a character is not allowed
+        node = loader.get_single_node()
+        _check(node, where, most)
+        return None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" at line {mark.line + 1}" if mark else ""
@@ -89,62 +86,53 @@ def _constructed(text: str, where: str, most: int, quick: bool) -> Any:
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError):
         # A number of thousands of digits, a date such as 2026-13-45, a tag that does not fit its value.
         raise GraftuneError("holds a value that cannot be read", where=where, fix="check its numbers") from None
-    finally:
-        if loader is not None:
-            loader.dispose()
 
 
 @functools.cache
 def _loader() -> Any:
+    """PyYAML's safe loader with libyaml's parser, where PyYAML was built with it: five times as fast. Its own composer
+    comes first, since libyaml's crashes on deep nesting."""
     import yaml
 
-    # libyaml turns a text into events five times as fast as PyYAML's own scanner, where PyYAML was built with it.
-    # Composer comes first: libyaml's parser has a `compose_node` of its own, which counts nothing.
-    bases: tuple[Any, ...] = (yaml.SafeLoader,)
-    if yaml.__with_libyaml__:
-        bases = (yaml.composer.Composer, yaml.CSafeLoader)
+    if not yaml.__with_libyaml__:
+        return yaml.SafeLoader
 
-    class BoundedLoader(*bases):  # type: ignore[misc]
-        """Stops where a file is nested too deeply, holds too much or has a key twice. It counts while it reads, because
-        PyYAML's scanner takes quadratic time on such a file."""
-
-        def __init__(self, text: str, where: str, most: int):
-            bases[-1].__init__(self, text)
+    class FastSafeLoader(yaml.composer.Composer, yaml.CSafeLoader):  # type: ignore[misc]
+        def __init__(self, text: str):
+            yaml.CSafeLoader.__init__(self, text)
             yaml.composer.Composer.__init__(self)
-            self.where, self.most = where, most
-            self.depth, self.count = 0, 0  # levels above this node; values read so far, with those behind aliases
-            self.sizes: dict[int, int] = {}  # values in each finished node
 
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            is_alias = self.check_event(yaml.AliasEvent)
-            before = self.count
-            self.depth, self.count = self.depth + 1, self.count + 1
-            if self.depth > DEEPEST + 1:
-                raise _too_deep(self.where)
-            node = super().compose_node(parent, index)
-            if is_alias:
-                if id(node) not in self.sizes:
-                    raise GraftuneError("holds an alias of itself", where=self.where, fix="write the values out")
-                self.count += self.sizes[id(node)]
-            if self.count > self.most:
-                fix = "write them out without aliases" if is_alias else "keep to settings"
-                raise GraftuneError("holds too many values", where=self.where, fix=fix)
-            self.sizes.setdefault(id(node), self.count - before)
-            self.depth -= 1
-            return node
+    return FastSafeLoader
 
-        def compose_mapping_node(self, anchor: Any) -> Any:
-            node = super().compose_mapping_node(anchor)
-            lines: dict[str, int] = {}
-            for key, _ in node.value:
-                name, line = str(key.value), key.start_mark.line + 1
-                if name in lines and name != "<<":
-                    what = f"{name[:80]} is given twice, at lines {lines[name]} and {line}"
-                    raise GraftuneError(what, where=self.where, fix="keep one of them")
-                lines[name] = line
-            return node
 
-    return BoundedLoader
+def _check(root: Any, where: str, most: int) -> None:
+    """Refuses a tree of nodes that is nested too deeply, holds too much or has a key twice. Nodes behind aliases count
+    as often as they are named, and an alias of itself has no end."""
+    import yaml
+
+    waiting, count = [(root, 0)] if root is not None else [], 0
+    while waiting:
+        node, depth = waiting.pop()
+        count += 1
+        if depth > DEEPEST:
+            raise _too_deep(where)
+        if count > most:
+            raise GraftuneError("holds too many values", where=where, fix="keep to settings, without aliases")
+        if isinstance(node, yaml.MappingNode):
+            _check_keys(node, where)
+            waiting += [(inner, depth + 1) for pair in node.value for inner in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += [(inner, depth + 1) for inner in node.value]
+
+
+def _check_keys(node: Any, where: str) -> None:
+    lines: dict[str, int] = {}
+    for key, _ in node.value:
+        name, line = str(key.value), key.start_mark.line + 1
+        if name in lines and name != "<<":
+            what = f"{name[:80]} is given twice, at lines {lines[name]} and {line}"
+            raise GraftuneError(what, where=where, fix="keep one of them")
+        lines[name] = line
 
 
 def _too_deep(where: str) -> GraftuneError:
