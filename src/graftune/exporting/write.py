@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -88,7 +88,8 @@ def export(
     _check_place(place, to, source, force)
     peft = partial(_peft, naming=adapter_names)
     writers: dict[str, Writer] = {"peft": peft, "merged": _merged, "gguf-lora": _gguf_lora, "gguf": _gguf, "apr": _apr}
-    with _folder_of(place), naming_nonfinite(source.base):  # only the adapter was checked when it was loaded
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with naming_nonfinite(source.base):  # only the adapter was checked when it was loaded
         done: Exported = writers[to](source, place, kind, console)
     written = {"merged": "safetensors", "gguf": "gguf"}.get(to)
     if written and (left := source.base.carried.keys() - source.base.carried_to(written).keys()):
@@ -146,20 +147,6 @@ def _check_place(place: Path, to: str, source: ExportSource, force: bool) -> Non
     ours = place.is_file() if to in SUFFIX else is_adapter(place) if to == "peft" else is_model(place)
     if not ours and (place.is_file() or any(place.iterdir())):
         raise GraftuneError("is in use for something else", where=str(place), fix="set out to another place")
-
-
-@contextmanager
-def _folder_of(place: Path) -> Iterator[None]:
-    """Make the parent folders of the place, and remove them again if the export fails."""
-    made = [folder for folder in place.parents if not folder.exists()]  # the innermost first
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except BaseException:
-        for folder in made:
-            with suppress(OSError):  # it does not exist, or is no longer empty
-                folder.rmdir()
-        raise
 
 
 def _require_space(place: Path, need: int) -> None:

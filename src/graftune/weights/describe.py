@@ -1,8 +1,4 @@
-"""Describes a base for `graftune doctor BASE`, and says whether it can be trained.
-
-If the base does not open, the description holds what its headers still tell (architecture, types of the weights), so
-that the reason for the refusal can be understood.
-"""
+"""Describes a base for `graftune doctor BASE`, and says whether it can be trained."""
 
 from __future__ import annotations
 
@@ -13,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from graftune.errors import GraftuneError
-from graftune.io.json_file import NotJson, read_object
 from graftune.model.part import AttentionShape
 from graftune.observe.memory import human_bytes
 from graftune.tokenizer import Tokenizer
-from graftune.weights import safetensors_io
 from graftune.weights.adapter import is_adapter, load_adapter
 from graftune.weights.base import Base, open_base
 
@@ -40,7 +34,7 @@ def describe(name: str, revision: str = "") -> tuple[Report, Base | None]:
     try:
         base = open_base(name, revision)
     except GraftuneError as error:
-        return Report({"base": name, **_from_headers(path)} if name else {}, error), None
+        return Report({"base": name} if name else {}, error), None
     return Report(base_facts(base)), base
 
 
@@ -101,48 +95,3 @@ def _weights(stored: Iterable[tuple[str, int]]) -> str:
     for kind, size in stored:
         total[kind] += size
     return ", ".join(f"{kind} {human_bytes(size)}" for kind, size in total.most_common())
-
-
-def _from_headers(path: Path) -> dict[str, Any]:
-    """Facts about a base that does not open. Headers that cannot be read are left out."""
-    facts: dict[str, Any] = {}
-    if path.is_file():
-        facts["bytes"] = path.stat().st_size
-        if path.suffix == ".gguf":
-            facts |= {"kind": "gguf"} | _gguf_facts(path)
-    elif path.is_dir():
-        facts["kind"] = "folder"
-        facts |= _config_facts(path / "config.json")
-        try:
-            tensors = safetensors_io.open_folder(path)
-            facts["weights"] = _weights((t.dtype_name, t.nbytes) for t in tensors.values())
-        except GraftuneError as error:
-            facts["weights"] = error.what
-    return facts
-
-
-def _gguf_facts(path: Path) -> dict[str, Any]:
-    from graftune.weights.gguf_io import read_gguf
-
-    try:
-        file = read_gguf(path)
-    except GraftuneError as error:
-        return {"weights": error.what}
-    found = {
-        "name": file.metadata.get("general.name"),
-        "architecture": file.metadata.get("general.architecture"),
-        "type": file.metadata.get("general.type"),
-        "part": f"{file.metadata.get('split.no')} of {parts}" if (parts := file.metadata.get("split.count")) else None,
-        "weights": _weights((t.dtype_name, t.nbytes) for t in file.tensors.values()),
-    }
-    return {key: value for key, value in found.items() if value}
-
-
-def _config_facts(path: Path) -> dict[str, Any]:
-    try:
-        values = read_object(path)
-        quantised = values.get("quantization_config") or {}
-        found = {"architecture": values.get("model_type"), "quantised by": quantised.get("quant_method")}
-    except (OSError, NotJson, AttributeError):
-        return {}
-    return {key: str(value) for key, value in found.items() if value}

@@ -168,16 +168,7 @@ def read_gguf(path: str | Path) -> GgufFile:
         if name in tensors:
             raise cursor.broken(f"tensor {name!r} occurs twice")
         tensors[name] = _placed(cursor, raw, name, shape, kind, start + offset)
-    _check_overlap(cursor, {name: (start + offset, tensors[name].nbytes) for name, _, _, offset in described})
     return GgufFile(path, metadata, tensors)
-
-
-def _check_overlap(cursor: _Cursor, places: dict[str, tuple[int, int]]) -> None:
-    end, before = 0, ""
-    for name, (at, size) in sorted(places.items(), key=lambda item: item[1]):
-        if at < end:
-            raise cursor.broken(f"tensors {before!r} and {name!r} lie over each other")
-        end, before = at + size, name
 
 
 def _opened(path: Path) -> _Cursor:

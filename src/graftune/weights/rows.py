@@ -172,48 +172,41 @@ class Reordered(Over):
 
 
 @dataclass(frozen=True)
-class AddedVector(Over):
-    """A vector with a number added. Gemma's checkpoints store norm weights less one; here, and in GGUF, the weight is
-    the factor that the normed value is multiplied by."""
+class Converted(Over):
+    """A small tensor that a file stores in another form: with other values, or (`to`) in another shape."""
 
-    by: float
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        return self.values()[start:stop]
-
-    def values(self) -> torch.Tensor:
-        return self.source.values().float() + self.by
-
-
-@dataclass(frozen=True)
-class Decay(Over):
-    """A delta net's decay rates: -exp of the source, which a GGUF stores, or (`inverse`) the source from that."""
-
-    inverse: bool = False
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        return self.values()[start:stop]
-
-    def values(self) -> torch.Tensor:
-        found = self.source.values().float()
-        return (-found).log() if self.inverse else -found.exp()
-
-
-@dataclass(frozen=True)
-class Reshaped(Over):
-    """Rows in another shape. GGUF leaves out the middle dimension of a depthwise convolution's taps."""
-
-    to: tuple[int, ...]
+    convert: Callable[[torch.Tensor], torch.Tensor]
+    to: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return self.to
+        return self.to or self.source.shape
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        return self.source.read(start, stop).reshape(-1, *self.to[1:])
+        return self.values()[start:stop]
 
     def values(self) -> torch.Tensor:
-        return self.source.values().reshape(self.to)
+        return self.convert(self.source.values())
+
+
+def _added(source: RowSource, number: float) -> Converted:
+    """Gemma's checkpoints store norm weights less one; here, and in GGUF, the weight is the factor that the normed
+    value is multiplied by."""
+    return Converted(source, lambda values: values.float() + number)
+
+
+def _reshaped(source: RowSource, shape: tuple[int, ...]) -> Converted:
+    """GGUF leaves out the middle dimension of a depthwise convolution's taps."""
+    return Converted(source, lambda values: values.reshape(shape), shape)
+
+
+def _decay_of_gguf(values: torch.Tensor) -> torch.Tensor:
+    """A delta net's decay rates, of which a GGUF stores -exp."""
+    return (-values.float()).log()
+
+
+def _decay_to_gguf(values: torch.Tensor) -> torch.Tensor:
+    return -values.float().exp()
 
 
 def shapes_of(spec: ModelSpec, name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -228,16 +221,16 @@ def from_file(source: RowSource, file: str, spec: ModelSpec, name: str) -> RowSo
     """A tensor as the engine uses it, out of a file of this kind. Wrong shapes are refused later (`open_base`)."""
     shapes, part = shapes_of(spec, name), spec.part_of(name)
     if file == "gguf" and shapes is not None and source.shape == shapes[1]:
-        source = Reshaped(source, shapes[0])
+        source = _reshaped(source, shapes[0])
     # A damaged file may claim heads whose order would not fit into memory.
     fits = part[0] is not None and part[0].weights.get(part[0].named(part[1])) == tuple(source.shape)
     order = order_in(file, spec, name) if fits else None
     if file == "gguf" and part[0] is not None and part[1] in part[0].log_decays:
-        source = Decay(source, inverse=True)
+        source = Converted(source, _decay_of_gguf)
     if order is not None:
         source = Reordered(source, order.inverse())
     shift = spec.norm_offset(name) if file == "folder" else 0.0
-    return AddedVector(source, shift) if shift else source
+    return _added(source, shift) if shift else source
 
 
 def to_file(source: RowSource, file: str, spec: ModelSpec, name: str) -> RowSource:
@@ -245,11 +238,11 @@ def to_file(source: RowSource, file: str, spec: ModelSpec, name: str) -> RowSour
     order, shapes, part = order_in(file, spec, name), shapes_of(spec, name), spec.part_of(name)
     shift = spec.norm_offset(name) if file == "folder" else 0.0
     if shift:
-        source = source.source if isinstance(source, AddedVector) else AddedVector(source, -shift)
+        source = source.source if isinstance(source, Converted) else _added(source, -shift)
     if order is not None:
         source = Reordered(source, order)
     if file == "gguf" and part[0] is not None and part[1] in part[0].log_decays:
-        source = source.source if isinstance(source, Decay) else Decay(source)
+        source = source.source if isinstance(source, Converted) else Converted(source, _decay_to_gguf)
     if file == "gguf" and shapes is not None:
-        source = Reshaped(source, shapes[1])
+        source = _reshaped(source, shapes[1])
     return source

@@ -38,9 +38,7 @@ class OutputTensor:
 
     @property
     def nbytes(self) -> int:
-        if isinstance(self.source, CarriedTensor):
-            return self.source.nbytes
-        if self.copied:
+        if isinstance(self.source, CarriedTensor) or self.copied:
             return self.source.nbytes
         block = KINDS[self.kind]
         return math.prod(self.source.shape) // block.values * block.bytes
@@ -93,29 +91,29 @@ def write_tensor(file: BinaryIO, tensor: OutputTensor, watcher: Watcher = UNWATC
     """Appends the tensor to the file and returns its checksum."""
     check = 0
     watcher.on_bytes(tensor, 0)
-    if isinstance(tensor.source, CarriedTensor):
-        for piece in tensor.source.pieces():
-            file.write(piece)
-            check = zlib.crc32(piece, check)
-            watcher.on_bytes(tensor, piece.nbytes)
-        return check
-    if tensor.copied:
-        for start, stop in _ranges(tensor.source):
-            blocks = cast(BlockSource, tensor.source).raw(start, stop)
-            file.write(raw(blocks))
-            check = zlib.crc32(raw(blocks), check)
-            watcher.on_bytes(tensor, blocks.nbytes)
-        return check
-    for start, stop, values in pieces(tensor.source):
-        try:
-            blocks = quantise(values.reshape(-1, values.shape[-1]), tensor.kind)
-        except GraftuneError as error:
-            raise GraftuneError(f"{tensor.name}: {error.what}", fix=error.fix) from None
-        watcher.on_piece(tensor, start, stop, partial(_first_rows, blocks, tensor.kind, tuple(values.shape)))
-        file.write(raw(blocks))
-        check = zlib.crc32(raw(blocks), check)
-        watcher.on_bytes(tensor, blocks.nbytes)
+    for piece in _encoded(tensor, watcher):
+        file.write(piece)
+        check = zlib.crc32(piece, check)
+        watcher.on_bytes(tensor, piece.nbytes)
     return check
+
+
+def _encoded(tensor: OutputTensor, watcher: Watcher) -> Iterator[memoryview]:
+    """The bytes of a tensor as the file stores them, piece by piece."""
+    source = tensor.source
+    if isinstance(source, CarriedTensor):
+        yield from source.pieces()
+    elif tensor.copied:
+        for start, stop in _ranges(source):
+            yield raw(cast(BlockSource, source).raw(start, stop))
+    else:
+        for start, stop, values in pieces(source):
+            try:
+                blocks = quantise(values.reshape(-1, values.shape[-1]), tensor.kind)
+            except GraftuneError as error:
+                raise GraftuneError(f"{tensor.name}: {error.what}", fix=error.fix) from None
+            watcher.on_piece(tensor, start, stop, partial(_first_rows, blocks, tensor.kind, tuple(values.shape)))
+            yield raw(blocks)
 
 
 def _first_rows(blocks: torch.Tensor, kind: str, shape: tuple[int, ...], rows: int) -> torch.Tensor:
