@@ -97,7 +97,7 @@ def _loader() -> Any:
     if not yaml.__with_libyaml__:
         return yaml.SafeLoader
 
-    class FastSafeLoader(yaml.composer.Composer, yaml.CSafeLoader):  # type: ignore[misc]
+    class FastSafeLoader(yaml.composer.Composer, yaml.CSafeLoader):
         def __init__(self, text: str):
             yaml.CSafeLoader.__init__(self, text)
             yaml.composer.Composer.__init__(self)
