@@ -23,7 +23,7 @@ from graftune.io.files import check_plain, whole
 from graftune.losses import choose
 from graftune.model.arena import Arena
 from graftune.model.lora import build_arena, target_names, targets_of
-from graftune.session import Parts, Session, open_session, with_template
+from graftune.session import Parts, Session, check_base, open_session, with_template
 from graftune.settings.config import Config
 from graftune.settings.sections import LOSS_SETTINGS, LoraConfig
 from graftune.settings.targets import expand_targets
@@ -288,11 +288,6 @@ def state_adapter(state: RunCheckpoint, base: Base, any_base: bool = False) -> A
 
 def _check(state: RunCheckpoint, base: Base, arena: Arena, any_base: bool) -> None:
     where = f"{state.run}@step-{state.step}"
-    if not any_base and state.base_sha256 and state.base_sha256 != base.sha256:
-        raise GraftuneError(
-            f"was trained on another base than {base.path}",
-            where=where,
-            fix="set base to its own, or any_base if this is the same model in another file",
-        )
+    check_base(base, state.base_sha256, any_base, where)
     if arena.weights.shape != state.weights.shape:
         raise GraftuneError("holds other weights than the run's settings say", where=where, fix="take another")

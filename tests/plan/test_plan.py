@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from graftune.data.encoded import Examples
 from graftune.data.pack import Capacities
 from graftune.errors import GraftuneError
 from graftune.infer.cache import CACHE, CacheSize, Request
-from graftune.kernels import attention, nf4
+from graftune.kernels import attention
 from graftune.kernels.attention import timing
 from graftune.kernels.rehearsal import WORKSPACES
 from graftune.losses import Anchored, preference
@@ -219,12 +218,6 @@ def test_what_weights_are_unpacked_into_is_scratch(kind: str) -> None:
     assert abs(made[1]["scratch"] - made[0]["scratch"]) < 0.1 * largest, "and once"
 
 
-def test_tables_made_before_change_nothing() -> None:
-    alone = rehearse_real(CASES["nf4"])
-    nf4.quantise(torch.randn(64, 64))
-    assert rehearse_real(CASES["nf4"]).phases == alone.phases == rehearse(CASES["nf4"]).phases
-
-
 def test_a_folder_and_a_gguf_are_planned_without_reading_their_weights(tiny_folder, smollm2, monkeypatch) -> None:
     from graftune.weights.gguf_io import GgufTensor
     from graftune.weights.safetensors_io import SafetensorsTensor
@@ -237,17 +230,6 @@ def test_a_folder_and_a_gguf_are_planned_without_reading_their_weights(tiny_fold
             config = Config.of({"base": str(path), "device": device, "compute_dtype": "fp32"})
             plan = prepare.job_of(config, QUIET, memory=8 << 30).plan("none", 256)
             assert plan.bytes.owners["base"] >= open_base(str(path)).spec.parameters * 4
-
-
-def test_policies_save_in_their_order() -> None:
-    shape = Capacities(2048, 8, 1024, 256)
-    deep = spec(layers=4, width=256, ffn=1024, vocab=4000)
-    on_gpu = [rehearse(gpu(shape=shape, spec=deep, recompute=p)) for p in ("none", "selective", "full", "offload")]
-    on_cpu = [rehearse(setup(shape=shape, spec=deep, recompute=p)).peak for p in ("none", "selective", "full")]
-    peaks = [found.peak for found in on_gpu]
-    assert peaks == sorted(set(peaks), reverse=True) and on_cpu == sorted(set(on_cpu), reverse=True)
-    assert on_gpu[3].host >= 4 * 2048 * 256 * 2, "offloaded inputs wait in host memory"
-    assert rehearse(gpu(kind="nf4", spec=deep)).owners["base"] < 0.5 * rehearse(gpu(spec=deep)).owners["base"]
 
 
 @pytest.mark.few(1)
@@ -439,18 +421,6 @@ def test_the_goals_of_8b_in_nf4() -> None:
         return told(of, 32).peak / (1 << 30)
 
     assert peak("full") <= 9.3 and peak("offload") <= 7.5
-
-
-def test_nothing_is_left_of_the_pretence() -> None:
-    kept = [torch.cuda.Stream, torch.cuda.Event, torch.cuda.current_stream, torch.tensor, nf4.reference.bins]
-    had = "torch._dynamo" in sys.modules
-    rehearse(gpu(kind="nf4"))
-    rehearse(setup(kind="nf4"))
-    assert kept == [torch.cuda.Stream, torch.cuda.Event, torch.cuda.current_stream, torch.tensor, nf4.reference.bins]
-    assert ("torch._dynamo" in sys.modules) == had
-    weight = torch.randn(70, 64)
-    back = nf4.dequantise(nf4.quantise(weight), torch.float32)
-    assert not back.is_meta and (back - weight).abs().max() < 0.6
 
 
 def test_blocks_of_the_allocator() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +12,10 @@ import torch
 
 from graftune import graph
 from graftune.kernels import attention
-from graftune.losses import CrossEntropy
 from graftune.model import projection
 from graftune.model.context import SideStreams
 from graftune.step.pipeline import BatchBuffer, BatchShape, DevicePipeline
 from graftune.step.step import Step
-from graftune.step.tail import RankSignals
 from tests.kernels.harness import batch
 from tests.support import oracle
 
@@ -71,28 +68,6 @@ def test_a_slot_is_used_again_for_batches_of_its_size(no_cuda: Mark) -> None:
     assert other is not first and len(other.host) == BatchBuffer(BatchShape(32, 2, 4)).size
     assert not first.arrived.said and slot(64) is first
     assert first.arrived.said == [("synchronize", None)], "its pinned memory was read until then"
-
-
-def test_the_wait_for_a_device_that_is_behind_is_marked(no_cuda: Mark) -> None:
-    """Whoever reads a profile sees why the host stood still; the wait is for the oldest step, and ends there."""
-    done = [Mark(), Mark()]
-    loop: Any = SimpleNamespace(under_way=deque((i, i, mark) for i, mark in enumerate(done)), ready=[], waited=0.0)
-    work = SimpleNamespace(
-        loss=CrossEntropy(), own_figures=slice(5, 5), routing=None, signals=lambda report: RankSignals()
-    )
-    loop.reports, loop.work, loop.begun = torch.zeros(2, 5), work, False
-    loop._fetch_oldest = lambda: DevicePipeline._fetch_oldest(loop)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        DevicePipeline._begin(loop)
-        DevicePipeline._begin(loop)  # for a second micro-batch of the step nothing is waited for
-    assert [mark.said for mark in done] == [[("synchronize", None)], []] and len(loop.ready) == 1 and loop.waited > 0
-    assert [e.count for e in profile.key_averages() if e.key == "graftune: wait for the device"] == [1]
-
-
-def test_a_second_run_of_a_process_has_the_streams_of_the_first(no_cuda: Mark) -> None:
-    """Libraries keep memory for every stream they have seen."""
-    first, second = SideStreams(torch.device("cpu")), SideStreams(torch.device("cpu"))
-    assert first.streams == second.streams and len(set(map(id, [*first.streams, graph.stream("copies")]))) == 5
 
 
 def test_what_a_failed_pass_has_queued_is_forgotten(no_cuda: Mark) -> None:

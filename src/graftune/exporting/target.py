@@ -74,7 +74,7 @@ def find(target: str, base: str, revision: str, add: Sequence[str], any_base: bo
         return ExportSource(opened, (), DataConfig(), _plain_name(opened), Path.cwd())
     first = load_adapter(adapter_folder(folder))
     opened = open_base(base or find_base(first), revision or first.revision)
-    check_base(first, opened, any_base)
+    check_base(opened, first.base_sha256, any_base, first.folder)
     adapters = [Weighted(first, weight)]
     adapters += [Weighted(_added(added, opened, any_base), w) for added, w in map(parse_weight, add)]
     config = Config.of({"template": first.template, "append_eos": first.append_eos})
@@ -103,7 +103,7 @@ def _added(path: str, base: Base, any_base: bool) -> Adapter:
     if state is not None:
         return state_adapter(state, base, any_base)
     adapter = load_adapter(adapter_folder(Path(path).expanduser()))
-    check_base(adapter, base, any_base)
+    check_base(base, adapter.base_sha256, any_base, adapter.folder)
     return adapter
 
 

@@ -175,10 +175,6 @@ class Job:
         with self._as_there() as runtime:
             return places(asked.base_on, asked.shard_base, self.ranks, runtime.device)
 
-    def loaded(self, placement: Placement) -> None:
-        """Keep this placement: the frozen weights are already there."""
-        self.placement, self.places = placement, [(placement.on_host, placement.ranks)]
-
     def can_place(self, asked: str) -> bool:
         try:
             self.place(asked)

@@ -220,7 +220,8 @@ def run_phases(setup: Setup, tally: Tally) -> Bytes:
     larger = any(one > other for one, other in zip(evaluated, setup.shape, strict=True))
     if setup.evaluates and (on_gpu or larger):  # else it needs no more than a step, in the same memory
         with memory.phase("evaluate"):
-            _evaluate(parts, _batch(evaluated, device, setup.layout.fields), setup)
+            held_out, backend = _batch(evaluated, device, setup.layout.fields), setup.backend
+            evaluate_batch(parts.decoder, held_out, setup.loss, evaluated.longest, backend=backend, start=parts.start)
     if setup.asked:
         with memory.phase("answer"):
             _answer(parts, setup)
@@ -305,10 +306,6 @@ def _batch(shape: Capacities, device: torch.device, fields: Sequence[Field]) -> 
         response_tokens=shape.max_rows,
         extra={f.name: numbers(f.length(shape.max_docs, shape.max_rows), f.dtype) for f in fields},
     )
-
-
-def _evaluate(parts: Parts, batch: PackedBatch, setup: Setup) -> None:
-    evaluate_batch(parts.decoder, batch, setup.loss, max(batch.lengths), backend=setup.backend, start=parts.start)
 
 
 def _answer(parts: Parts, setup: Setup) -> None:

@@ -26,8 +26,8 @@ from graftune.step.pipeline import Figures
 from graftune.step.schedule import learning_rate
 from graftune.training.guard import Guard
 from graftune.training.hooks import Hook, RunState
-from graftune.training.resume import identity, run_length, write_start
-from graftune.training.run import Run, RunLength
+from graftune.training.resume import write_start
+from graftune.training.run import Run
 from graftune.training.trackers import Callback
 from graftune.weights import checkpoint
 
@@ -39,15 +39,13 @@ PHASES = {"sample_s": "sampling", "reward_s": "rewards", "train_s": "training"}
 class PolicyRun(Run):
     def __init__(self, prepared: PreparedRl, console: Console, callbacks: Sequence[Callback] = ()):
         self.prepared, self.session, self.evaluates = prepared, prepared.session, bool(prepared.data.held_out)
-        parts, config = prepared.parts, prepared.parts.config
+        config = prepared.parts.config
         settings = config.rl
         self.plan = RoundPlan(
             len(prepared.data.training), settings.prompts_per_round, settings.updates_per_round, config.train.seed
         )
-        length = run_length(self.plan, config.train)
-        before = run_length(self.plan, prepared.before.train) if prepared.before else length
-        same = identity(config, parts.base, prepared.data.data_sha256, prepared.data.prompts_sha256)
-        super().__init__(prepared, console, same, RunLength(length, before))
+        digests = prepared.data.data_sha256, prepared.data.prompts_sha256
+        super().__init__(prepared, console, self.plan.steps_per_epoch, digests)
         self.guard = Guard(None, self.checkpoints, config.run.max_skipped, config.run.stop_on_warning)
         self.times = PhaseTimes()
         evaluation = [HeldOut(self.session, prepared.data.held_out, prepared.rewards)] if prepared.data.held_out else []

@@ -60,9 +60,11 @@ def open_session(
     method = config.train.method
     base = base or open_base(config.base.base, config.base.revision, weights=method != "scratch")
     adapter = load_adapter(Path(config.lora.adapter)) if config.lora.adapter else None
-    lora = _settings(config.lora, adapter)
-    if adapter is not None:
-        check_base(adapter, base, config.base.any_base)
+    if adapter is None:
+        lora = config.lora.resolved()
+    else:  # rank, alpha and targets are the adapter's
+        check_base(base, adapter.base_sha256, config.base.any_base, adapter.folder)
+        lora = dataclasses.replace(adapter.lora, dropout=config.lora.dropout, adapter=config.lora.adapter)
     if lora.new_tokens:
         base = with_new_tokens(base, lora.new_tokens)
     base = with_template(base, config, adapter)
@@ -197,18 +199,12 @@ def with_template(base: Base, config: Config, adapter: Adapter | None) -> Base:
     return dataclasses.replace(base, tokenizer=dataclasses.replace(base.tokenizer, template=template))
 
 
-def _settings(asked: LoraConfig, adapter: Adapter | None) -> LoraConfig:
-    """The settings of a loaded adapter (rank, alpha, targets), with the run's dropout."""
-    if adapter is None:
-        return asked.resolved()
-    return dataclasses.replace(adapter.lora, dropout=asked.dropout, adapter=asked.adapter)
-
-
-def check_base(adapter: Adapter, base: Base, any_base: bool) -> None:
-    """Refuse an adapter of another base: if the shapes are equal, no other check would notice it."""
-    if not any_base and adapter.base_sha256 and adapter.base_sha256 != base.sha256:
+def check_base(base: Base, trained_on: str, any_base: bool, where: Path | str) -> None:
+    """Refuse an adapter of another base (`trained_on`: the digest of its own): if the shapes are equal, no other check
+    would notice it."""
+    if not any_base and trained_on and trained_on != base.sha256:
         raise GraftuneError(
             f"was trained on another base than {base.path}",
-            where=str(adapter.folder),
+            where=str(where),
             fix="set base to its own, or any_base if this is the same model in another file",
         )

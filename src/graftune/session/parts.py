@@ -109,10 +109,6 @@ def choose_for_other_heads(decoder: Decoder, runtime: Runtime) -> None:
             layer.own = OwnBackend(best.backend, any_shape)
 
 
-def _discard(note: str) -> None:
-    """Discard notes."""
-
-
 @dataclass(eq=False, repr=False)
 class Parts:
     """A base with adapters, and the parts built on it. The plan rehearses it, the trainer runs it, a Session wraps
@@ -131,7 +127,7 @@ class Parts:
     whole: dict[str, Any] | None = None  # the configuration to save the model with, if all of it is trained
     start: Start | None = None  # snapshot of the weights at the start of the run, where the loss compares with it
     read_start: Callable[[], torch.Tensor] | None = None  # the same of a finished run, read when it is needed
-    say: Callable[[str], None] = _discard  # reports a note to the user
+    say: Callable[[str], None] = lambda note: None  # reports a note to the user
     closed: bool = field(default=False, init=False)
     _reported: set[str] = field(default_factory=set, init=False)  # notes that were reported already
     shapes: dict[str, Capacities] = field(default_factory=dict, init=False)  # fixed ones, by their kind of data

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -29,18 +29,6 @@ class Heads(NamedTuple):
         return [self.query, self.key, self.key]
 
 
-class FloorAttention(Protocol):
-    name: str
-
-    def begin(self) -> None:
-        """Called at the start of a pass."""
-
-    def forward(self) -> Any:
-        """Returns what the backward needs."""
-
-    def backward(self, kept: Any) -> None: ...
-
-
 class TorchAttention:
     """torch's own attention, over rows of one length."""
 
@@ -50,7 +38,8 @@ class TorchAttention:
         self.qkv = [part.transpose(1, 2).requires_grad_() for part in parts.split(heads.split, 2)]
         self.grad = torch.randn_like(self.qkv[0])
 
-    def begin(self) -> None: ...
+    def begin(self) -> None:
+        """Called at the start of a pass."""
 
     def forward(self) -> torch.Tensor:
         with sdpa_kernel(self.backend):
@@ -89,6 +78,9 @@ class PackedAttention:
         out, stats = kept
         more = self.documents, self.scale, self.window, self.grads, self.backend
         attention.backward(self.grad, q, k, v, out, stats, *more)
+
+
+FloorAttention = TorchAttention | PackedAttention
 
 
 def fastest_attention(

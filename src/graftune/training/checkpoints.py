@@ -65,7 +65,14 @@ class Checkpoints(Hook):
 
     def restore(self, state: RunState, found: Path) -> None:
         place, _ = checkpoint.read_state(found)
-        _check_longer(state, place.step)
+        if state.total < place.step:
+            settings, done = state.config.train, f"{place.step} {'step' if place.step == 1 else 'steps'}"
+            asked = f"max_steps {settings.max_steps}" if settings.max_steps else f"epochs {settings.epochs:g}"
+            raise GraftuneError(
+                f"the run has done {done} and {asked} makes {state.total}",
+                where=str(state.folder),
+                fix=f"give more, or take an earlier state as in {state.folder}@best with chat, eval or export",
+            )
         parts = state.parts
         state.progress = checkpoint.load(found, parts.arena, self.identity, parts.step.scaler, checked=True)
         parts.step.count.fill_(state.progress.updates)
@@ -100,17 +107,6 @@ class Checkpoints(Hook):
 
 def resume_command(folder: Path) -> str:
     return f"graftune train --resume {shlex.quote(str(folder))}"
-
-
-def _check_longer(state: RunState, step: int) -> None:
-    settings = state.config.train
-    if state.total < step:
-        asked = f"max_steps {settings.max_steps}" if settings.max_steps else f"epochs {settings.epochs:g}"
-        raise GraftuneError(
-            f"the run has done {step} {'step' if step == 1 else 'steps'} and {asked} makes {state.total}",
-            where=str(state.folder),
-            fix=f"give more, or take an earlier state as in {state.folder}@best with chat, eval or export",
-        )
 
 
 def _minutes() -> float:

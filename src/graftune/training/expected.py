@@ -63,7 +63,7 @@ def expected(job: Job, plan: Plan) -> Expected | None:
         return None
     settings, lengths = job.config.train, lengths_of(job.training)
     loader = loader_of(job.config, job.training, plan.capacity, layout=job.layout)
-    length = run_length(loader, settings)
+    length = run_length(loader.steps_per_epoch, settings)
     share = length.total / sum(length.epoch_steps) * len(length.epoch_steps)  # in passes over the data
     tokens, responses = int(share * lengths.sum()), int(share * responses_of(job.training).sum())
     rate, how = _rate(job, plan, tokens // length.total)

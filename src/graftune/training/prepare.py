@@ -372,7 +372,8 @@ def plan_session(
     planned = auto.with_step_tokens(config, base.spec.parameters)
     job = training_job(planned, base, parts.runtime, card, free, longest, training, loss=parts.loss, layout=layout)
     job.sampled, job.evaluates, job.process = sampled, not sampled, process  # with samples, evaluations sample too
-    job.loaded(parts.placement.fixed)
+    job.placement = placed = parts.placement.fixed  # the frozen weights are already there
+    job.places = [(placed.on_host, placed.ranks)]
     with compiled_ahead(device, parts.say) as job.launched:
         plan = resolve_auto(job)
     asked = config.train.tokens_per_micro_batch  # a longer example has a micro-batch of its own

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from graftune import spans
+from graftune.arithmetic import ceil_div
 from graftune.data.pack import Capacities
 from graftune.io.files import write_file
 from graftune.observe.profile import Profile, read
@@ -164,11 +165,6 @@ def facts_of(parts: Parts, shape: Capacities | None) -> dict[str, Any]:
     }
 
 
-def first_profiled(every: int, done: int) -> int:
-    """The first step that is profiled of a run that goes on after `done`."""
-    return -(-max(WARM_RUN + 2, done + 3) // every) * every
-
-
 class ProfiledSteps(Hook):
     """For runs of one process: a capture more on one of several ranks would leave the others behind."""
 
@@ -177,20 +173,15 @@ class ProfiledSteps(Hook):
         self.captured = loop.graph
         self.floor_ms = floor_ms
         facts = facts_of(parts, shape) | {"captured": self.captured}
-        self.recorder = Recorder(spans.clock_for(parts.runtime.device), Profile(facts=facts), MOST)
-        self.left: list[StampTurn] = []  # of this occasion
-        self.timeline: Timeline | None = None
-        self.plain: Any = None  # the stamp before a step that is timed plain
-        self.timed_plain: tuple[Any, Any] | None = None  # both stamps of one, which are not read yet
-        self.idle = False  # the device has been waited for since the last step
-
-    @property
-    def profile(self) -> Profile:
-        return self.recorder.profile
+        self.profile = Profile(facts=facts)
+        self.recorder = Recorder(spans.clock_for(parts.runtime.device), self.profile, MOST)
+        self.timeline: Timeline | None = None  # of the step to come, if it is profiled
+        self.occasion: Generator[None, int, None] | None = None
+        self.disturbed = False  # the device did other work than steps since the occasion began
 
     def start(self, state: RunState) -> None:
-        every = state.config.run.profile_every
-        if (first := first_profiled(every, state.progress.step)) > state.total:
+        every, least = state.config.run.profile_every, max(WARM_RUN + 2, state.progress.step + 3)
+        if (first := ceil_div(least, every) * every) > state.total:
             state.report.console.warn(
                 f"profile_every is {every}: the run ends at step {state.total}, before step {first} is profiled"
             )
@@ -206,58 +197,59 @@ class ProfiledSteps(Hook):
             self.timeline.end()
 
     def step_sent(self, state: RunState, micro_batches: int) -> None:
-        """Begin, go on with or end an occasion; at its end the documents are written into the folder."""
+        """Begin an occasion two steps before a profiled one, or go on with it."""
         step, every = state.progress.step, state.config.run.profile_every
-        if self.timeline is not None:
-            self._take(self.timeline, micro_batches)
-            if not self.left:
-                state.report.profiled(self._write(state.folder), step)
-            return
-        was_idle, self.idle = self.idle, False
-        if self.left and was_idle:
-            self.timeline = self.recorder.begin(self.left[0])
-        elif self.plain is not None:
-            self._begin()
+        if self.occasion is not None:
+            try:
+                self.occasion.send(micro_batches)
+            except StopIteration:
+                self.occasion = None
         elif step >= WARM_RUN and (step + 2) % every == 0:
-            self.plain = self.recorder.clock.stamp()
+            self.occasion = self._occasion(state)
+            next(self.occasion)
 
     def paused(self, state: RunState, work: str, seconds: float) -> None:
         """Discard the sample, because the device did something else meanwhile."""
         if work in BESIDE:
             self.profile.beside[BESIDE[work]] = seconds * 1e3
-        self.plain = None
+        self.disturbed = True
         if self.timeline is not None:
             self.timeline = self.recorder.begin(self.timeline.turn)
 
-    def _begin(self) -> None:
-        """Begin an occasion: the plain step has just been sent."""
-        self.timed_plain, self.plain = (self.plain, self.recorder.clock.stamp()), None
-        self.left = self._turns()
-        self.timeline = self.recorder.begin(self.left[0])
+    def _occasion(self, state: RunState) -> Generator[None, int, None]:
+        """Time a plain step, profile a step for each turn, and write the documents into the folder. Each `yield` lasts
+        for one step of the run, and returns the number of its micro-batches."""
+        clock, profile, self.disturbed = self.recorder.clock, self.profile, False
+        plain = [clock.stamp()]
+        yield
+        if self.disturbed:
+            return
+        plain.append(clock.stamp())
+        turns = self._turns(plain)
+        while turns:
+            self.timeline = self.recorder.begin(turns[0])
+            micro_batches = yield
+            timeline, self.timeline = self.timeline, None
+            if self.recorder.take(timeline):
+                turns.pop(0)
+            if plain:
+                profile.plain.append(clock.ms(*plain))
+                plain.clear()
+            profile.facts["shape"]["micro_batches"] = micro_batches
+            if self.floor_ms is not None:
+                profile.facts["floor_ms"] = self.floor_ms * micro_batches
+            if turns:
+                yield  # the wait for the profiled step has left the device idle: one more passes untimed
+        state.report.profiled(self._write(state.folder), state.progress.step)
 
-    def _turns(self) -> list[StampTurn]:
+    def _turns(self, plain: Sequence[Any]) -> list[StampTurn]:
+        """`plain`: the stamps around a plain step."""
         if not self.captured:
             return [EVERY_LAYER]
         if self.profile.samples:  # as on the first occasion: those graphs are there
             return sorted({sample.turn for sample in self.profile.samples})
         self.recorder.clock.wait()  # this once: the step to come captures, and is no sample
-        self._read_plain()
-        return turns_for(self.layers, self.profile.plain[0])
-
-    def _read_plain(self) -> None:
-        if self.timed_plain is not None:
-            self.profile.plain.append(self.recorder.clock.ms(*self.timed_plain))
-            self.timed_plain = None
-
-    def _take(self, timeline: Timeline, micro_batches: int) -> None:
-        """A profiled step was sent."""
-        self.timeline, self.idle = None, True
-        if self.recorder.take(timeline):
-            self.left.pop(0)
-        self._read_plain()
-        self.profile.facts["shape"]["micro_batches"] = micro_batches
-        if self.floor_ms is not None:
-            self.profile.facts["floor_ms"] = self.floor_ms * micro_batches
+        return turns_for(self.layers, self.recorder.clock.ms(*plain))
 
     def _write(self, folder: Path) -> dict[str, Any]:
         document = self.profile.document()

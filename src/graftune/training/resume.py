@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -51,14 +51,8 @@ class Length:
     total: int
 
 
-class Epochs(Protocol):
-    """What is divided into epochs: a loader's batches, or the rounds of reinforcement learning."""
-
-    def steps_per_epoch(self, epoch: int) -> int: ...
-
-
-def run_length(loader: Epochs, settings: TrainConfig) -> Length:
-    steps = tuple(loader.steps_per_epoch(epoch) for epoch in range(math.ceil(settings.epochs)))
+def run_length(steps_per_epoch: Callable[[int], int], settings: TrainConfig) -> Length:
+    steps = tuple(map(steps_per_epoch, range(math.ceil(settings.epochs))))
     planned, part = sum(steps), settings.epochs % 1
     if part:
         planned += max(1, math.floor(part * steps[-1] + 0.5)) - steps[-1]
@@ -69,7 +63,7 @@ def stretched(settings: TrainConfig, loader: Loader) -> float:
     """The epochs that max_steps needs, if the setting `epochs` is too low for it."""
     epochs = math.ceil(settings.epochs)
     steps = sum(loader.steps_per_epoch(epoch) for epoch in range(epochs))
-    if run_length(loader, settings).total >= settings.max_steps:
+    if run_length(loader.steps_per_epoch, settings).total >= settings.max_steps:
         return settings.epochs
     while steps < settings.max_steps:
         steps += loader.steps_per_epoch(epochs)

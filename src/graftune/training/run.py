@@ -17,11 +17,11 @@ import os
 import signal
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from graftune.data.pack import Capacities
 from graftune.observe.console import Console
@@ -39,10 +39,9 @@ from graftune.training.guard import Guard, Halted
 from graftune.training.hooks import Hook, RunState
 from graftune.training.ranks import SingleProcess
 from graftune.training.reporter import LiveSpeed, Reporter
-from graftune.training.resume import Length, find_checkpoint, resume_folder
+from graftune.training.resume import find_checkpoint, identity, resume_folder, run_length
 from graftune.training.signals import HANGUP, Interrupted, SignalWatch
 from graftune.training.trackers import Callback, Callbacks, Trackers
-from graftune.weights.checkpoint import Identity
 
 
 @dataclass
@@ -70,13 +69,6 @@ class PreparedRun:
     ranks: SingleProcess
 
 
-class RunLength(NamedTuple):
-    """In steps: now, and before this resume."""
-
-    now: Length
-    before: Length
-
-
 class Run(ABC):
     guard: Guard
     evaluates: bool  # whether the last step is evaluated, which saves it
@@ -85,23 +77,27 @@ class Run(ABC):
         self,
         prepared: PreparedRun,
         console: Console,
-        same: Identity,
-        length: RunLength,
+        steps_per_epoch: Callable[[int], int],
+        digests: tuple[str, str],
         shape: Capacities | None = None,
         live: LiveSpeed | None = None,
     ):
-        """`same`: what must be the same for a checkpoint to be resumed from."""
-        parts, ranks = prepared.parts, prepared.ranks
-        self.parts, self.shape, self.length = parts, shape, length
+        """`digests`: of the data, and of its examples as tokens. A checkpoint of other ones is not resumed from."""
+        parts, ranks, config = prepared.parts, prepared.ranks, prepared.parts.config
+        length = self.before = run_length(steps_per_epoch, config.train)
+        if prepared.before is not None:  # before this resume
+            self.before = run_length(steps_per_epoch, prepared.before.train)
+        same = identity(config, parts.base, *digests)
+        self.parts, self.shape = parts, shape
         self.step, self.pipeline = parts.step, parts.pipeline
         self.found: Path | None = None  # the checkpoint to go on from
         self.hooks: Sequence[Hook] = ()
         if prepared.before is not None and ranks.leads:
-            self.found = find_checkpoint(prepared.folder, same, length.before.epoch_steps, console.warn)
+            self.found = find_checkpoint(prepared.folder, same, self.before.epoch_steps, console.warn)
         log = EventLog(prepared.folder / "metrics.jsonl" if ranks.leads else os.devnull, self._tell_event)
-        report = Reporter(console, log, length.now.total, parts.runtime.device, prepared.plan, live)
-        epoch_steps = max(length.now.epoch_steps, length.before.epoch_steps, key=len)
-        self.state = RunState(parts, prepared.folder, ranks, report, length.now.total, epoch_steps)
+        report = Reporter(console, log, length.total, parts.runtime.device, prepared.plan, live)
+        epoch_steps = max(length.epoch_steps, self.before.epoch_steps, key=len)
+        self.state = RunState(parts, prepared.folder, ranks, report, length.total, epoch_steps)
         self.checkpoints = Checkpoints(prepared.folder / "checkpoints", same)
         self.last: int | None = None  # the step after which all ranks stop, once one of them asks for it
         self.closing = False  # all steps are done: what is left changes no checkpoint
@@ -127,7 +123,7 @@ class Run(ABC):
 
     def resume(self) -> None:
         """Go on in an existing folder from the latest whole checkpoint, or from the beginning if there is none yet."""
-        resume_folder(self.state, self.checkpoints, self.found, self.length.before, self.shape)
+        resume_folder(self.state, self.checkpoints, self.found, self.before, self.shape)
 
     def go(self) -> TrainResult:
         state = self.state

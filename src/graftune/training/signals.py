@@ -21,7 +21,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from types import FrameType
 
 KINDS = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
@@ -85,15 +85,13 @@ def noted_signals(note: Callable[[int], None], *, once: bool = False) -> Iterato
             signal.signal(kind, before)
 
 
-@contextmanager
-def raised_signals(*, once: bool = False) -> Iterator[None]:
+def raised_signals(*, once: bool = False) -> AbstractContextManager[None]:
     """Raises `Stopped` at the first signal."""
+    return noted_signals(_raise, once=once)
 
-    def raising(number: int) -> None:
-        raise Stopped(number)
 
-    with noted_signals(raising, once=once):
-        yield
+def _raise(number: int) -> None:
+    raise Stopped(number)
 
 
 class SignalWatch:

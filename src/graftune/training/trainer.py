@@ -22,8 +22,8 @@ from graftune.training.preview import Preview
 from graftune.training.profiler import ProfiledSteps, Trace
 from graftune.training.references import References
 from graftune.training.reporter import live_speed
-from graftune.training.resume import identity, run_length, write_start
-from graftune.training.run import Run, RunLength, TrainResult
+from graftune.training.resume import write_start
+from graftune.training.run import Run, TrainResult
 from graftune.training.samples import Samples
 from graftune.training.trackers import Callback
 
@@ -37,12 +37,9 @@ class Trainer(Run):
         training = prepared.data.training
         self.loader = parts.loader(training.examples)
         shape = parts.fix_shape(self.loader, config.train.epochs)
-        length = run_length(self.loader, config.train)
-        before = run_length(self.loader, prepared.before.train) if prepared.before else length
         data = training.sha256 + (prepared.data.validation.sha256 if config.data.eval_data else "")
-        same = identity(config, parts.base, data, prepared.data.examples_sha256)
-        live = live_speed(parts, training.examples, shape)
-        super().__init__(prepared, console, same, RunLength(length, before), shape, live)
+        digests, live = (data, prepared.data.examples_sha256), live_speed(parts, training.examples, shape)
+        super().__init__(prepared, console, self.loader.steps_per_epoch, digests, shape, live)
         self.guard = Guard(self.loader, self.checkpoints, config.run.max_skipped, config.run.stop_on_warning)
         self._around_step: Callable[[], AbstractContextManager[None]] = nullcontext
         self.hooks = self.state.hooks = self._hooks(callbacks)
