@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import time
 from pathlib import Path
@@ -87,26 +86,6 @@ def test_what_changed_just_now_is_not_remembered(
     assert len(reads) == 3
 
 
-def test_what_changes_while_it_is_read_is_not_remembered(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    computed = digest._computed
-
-    def then_changed(files: list[Path]) -> str:
-        found = computed(files)
-        large.write_bytes(b"changed" * 1000)
-        return found
-
-    before = truth(large)
-    with monkeypatch.context() as patch:
-        patch.setattr(digest, "_computed", then_changed)
-        assert digest.sha256([large]) == before
-    assert not user_cache.cache_folder().exists()
-
-
-def test_small_files_are_not_worth_it(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digest, "SMALLEST", 5001)
-    assert digest.sha256([large]) == truth(large) and not user_cache.cache_folder().exists()
-
-
 @pytest.mark.parametrize("damage", [b"", b"{", b"[1]", b"\xff\xfe", b'{"a": 3}', b"[" * 100_000, b"folder"])
 def test_a_damaged_cache_does_no_harm(damage: bytes, large: Path, reads: list[int]) -> None:
     digest.sha256([large])
@@ -126,14 +105,6 @@ def test_a_place_that_cannot_be_written(large: Path, reads: list[int], monkeypat
     for _ in range(2):
         assert digest.sha256([large]) == truth(large)
     assert len(reads) == 2
-
-
-def test_it_stays_small(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digest, "MOST", 3)
-    for number in range(6):
-        os.utime(large, ns=(number, number))
-        digest.sha256([large])
-    assert len(json.loads((user_cache.cache_folder() / "digests.json").read_text())) == 3
 
 
 def test_where_it_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from graftune.io import files
-from graftune.io.files import new_file, new_folder, replace_folder, whole, write_file
+from graftune.io.files import new_file, new_folder, whole, write_file
 from tests.support.dying import Deaths
 from tests.support.parsed import nodes_of
 
@@ -107,7 +107,7 @@ def test_a_folder_is_the_old_or_the_new_one(
     can_exchange: bool, there_is_one: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not can_exchange:
-        monkeypatch.setattr(files, "_swapper", lambda: None)
+        monkeypatch.setattr(files, "_exchange", lambda one, other: False)
     place, tried = tmp_path / "adapter", 0
 
     def put(content: str) -> None:
@@ -143,24 +143,6 @@ def test_this_system_exchanges(tmp_path: Path) -> None:
     assert (tmp_path / "one" / "two").exists() and (tmp_path / "two" / "one").exists()
 
 
-def test_a_second_rename_that_fails_puts_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_swapper", lambda: None)
-    for name in ("a.part", "a"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "x").write_text(name)
-    rename = os.rename
-
-    def refusing(source: Path, target: Path) -> None:
-        if source.name == "a.part":
-            raise OSError(errno.EIO, "input/output error")
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", refusing)
-    with pytest.raises(OSError, match="input/output"):
-        replace_folder(tmp_path / "a.part", tmp_path / "a")
-    assert (tmp_path / "a" / "x").read_text() == "a" and not (tmp_path / "a.old").exists()
-
-
 def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
     for way in (new_file, new_folder):
         with pytest.raises(ZeroDivisionError), way(tmp_path / "x") as aside:
@@ -191,13 +173,6 @@ def test_a_folder_goes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         there.mkdir(exist_ok=True)
         for name in ("a", "b"):
             (there / name).touch()
-
-
-def test_several_writers_of_one_file(tmp_path: Path) -> None:
-    with new_file(tmp_path / "x", unique=True) as aside:
-        aside.write_text("mine")
-        (tmp_path / "x.part").write_text("another's")
-    assert (tmp_path / "x").read_text() == "mine" and (tmp_path / "x.part").exists()
 
 
 # Who else writes: into a file or folder that `new_file` or `new_folder` gave, to the end of a log, or nothing to keep.

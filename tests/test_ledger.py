@@ -20,7 +20,6 @@ from pathlib import Path
 import pytest
 
 from graftune.errors import GraftuneError, one_line
-from graftune.io.files import open_own
 from graftune.ledger import LEASE, Claim, Ledger, Memory, reservation
 from graftune.ledger import ledger as ledger_file
 from graftune.training.reserve import described
@@ -342,36 +341,3 @@ def test_a_lock_that_is_kept_times_out(ledger: Ledger, monkeypatch: pytest.Monke
     monkeypatch.setattr(ledger_file, "LOCK_TIMEOUT", 0.05)
     with ledger.locked(), pytest.raises(GraftuneError, match="another process has kept it locked"):
         Ledger(ledger.folder).check()
-
-
-def test_a_lock_file_that_is_removed_before_it_is_locked(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    removed: list[Path] = []
-
-    def opened(path: Path) -> int:
-        handle = open_own(path)
-        if not removed:
-            path.unlink()
-            removed.append(path)
-        return handle
-
-    monkeypatch.setattr(ledger_file, "open_own", opened)
-    monkeypatch.setattr(ledger_file, "LOCK_TIMEOUT", 0.05)
-    with ledger.locked():
-        assert removed[0].exists()
-        with pytest.raises(GraftuneError, match="another process has kept it locked"):
-            ledger.check()
-
-
-def test_a_forked_child_does_not_keep_the_lock(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker process that is started at that moment has the lock's file open as long as it lives."""
-    monkeypatch.setattr(ledger_file, "LOCK_TIMEOUT", 0.05)
-    with ledger.locked():
-        child = os.fork()
-        if not child:
-            time.sleep(60)
-            os._exit(0)
-    try:
-        ledger.check()
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)

@@ -2,8 +2,8 @@
 
 New content is written to a neighbouring path, flushed to the disk and renamed into place, and the rename is flushed
 too. If the process or the machine dies, a reader finds the old content or the new content, never a part. A folder
-cannot be renamed over a non-empty one, so the two exchange names in one system call (Linux's renameat2, macOS'
-renamex_np); on other systems the old folder is renamed to a name that `whole` finds. Rejected: writing in place with a
+cannot be renamed over a non-empty one, so the two exchange names in one system call (Linux's renameat2); on other
+systems the old folder is renamed to a name that `whole` finds. Rejected: writing in place with a
 journal, which every reader would have to understand; lock files with a process number, which a kill leaves behind.
 
 A path may lead to a pipe, which blocks its reader for ever, to an endless device, or through a link to a private file.
@@ -20,9 +20,8 @@ import os
 import re
 import shutil
 import stat
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from graftune.errors import GraftuneError
 
 PART, OLD = ".part", ".old"  # what follows a name: still being written; stepping away
 _ABANDONED = 86400.0  # seconds without a write after which a half-written file counts as abandoned
-_AT_FDCWD, _RENAME_EXCHANGE, _RENAME_SWAP = -100, 2, 2
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 # The file system or the kernel has no exchange.
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM)
 
@@ -261,24 +260,13 @@ def prune_folder(keep: Path, limit: int) -> None:
 
 def _exchange(one: Path, other: Path) -> bool:
     """Swap two names at once; False where the system cannot."""
-    swap = _swapper()
+    swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if swap is None:
         return False
-    if swap(os.fsencode(one), os.fsencode(other)) == 0:
+    here, flags = ctypes.c_int(_AT_FDCWD), ctypes.c_uint(_RENAME_EXCHANGE)
+    if swap(here, os.fsencode(one), here, os.fsencode(other), flags) == 0:
         return True
     number = ctypes.get_errno()
     if number in _UNSUPPORTED:
         return False
     raise OSError(number, os.strerror(number), str(other))
-
-
-def _swapper() -> Callable[[bytes, bytes], int] | None:
-    library = ctypes.CDLL(None, use_errno=True)
-    if sys.platform == "darwin":
-        renamex = getattr(library, "renamex_np", None)
-        return None if renamex is None else lambda one, other: int(renamex(one, other, ctypes.c_uint(_RENAME_SWAP)))
-    renameat2 = getattr(library, "renameat2", None)
-    if renameat2 is None:
-        return None
-    here, flags = ctypes.c_int(_AT_FDCWD), ctypes.c_uint(_RENAME_EXCHANGE)
-    return lambda one, other: int(renameat2(here, one, here, other, flags))

@@ -264,26 +264,24 @@ def _ticket(reservations: list[Reservation], group: str) -> int:
 
 
 def _locked_file(path: Path) -> int:
-    """The handle of the file at `path`, locked. A file that was removed before it was locked excludes no process that
-    opens the path later, so a new one is made."""
-    limit = time.monotonic() + LOCK_TIMEOUT
-    while time.monotonic() < limit:
-        new = not path.exists()
-        handle = open_own(path)
-        try:
-            if new:
-                os.fchmod(handle, 0o666)
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
+    """The handle of the file at `path`, locked."""
+    limit, new = time.monotonic() + LOCK_TIMEOUT, not path.exists()
+    handle = open_own(path)
+    try:
+        if new:
+            os.fchmod(handle, 0o666)
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return handle
-        except BlockingIOError:
-            time.sleep(0.005)
-        except BaseException:
-            os.close(handle)
-            raise
+            except BlockingIOError:
+                if time.monotonic() > limit:  # the other process was stopped at the wrong moment
+                    text = f"another process has kept it locked for {LOCK_TIMEOUT:g} s"
+                    raise OSError(errno.ETIMEDOUT, text) from None
+                time.sleep(0.005)
+    except BaseException:
         os.close(handle)
-    text = f"another process has kept it locked for {LOCK_TIMEOUT:g} s"  # it was stopped at the wrong moment
-    raise OSError(errno.ETIMEDOUT, text)
+        raise
 
 
 def _boot_id() -> str:
