@@ -184,18 +184,15 @@ def _open(name: str, revision: str, weights: bool) -> Base:
     path = default_base() if not name else Path(name).expanduser()
     if path.is_file() and path.suffix == ".json" and not weights:
         return _open_config(name, path)
-    if path.is_file():
-        return _open_gguf(name or path.stem, path)
-    if path.is_dir():
-        return _open_folder(name, path) if weights else _open_config(name, _config_in(path))
-    if not hub.is_name(name):
+    from_hub = not path.exists()
+    if from_hub and not hub.is_name(name):
         raise GraftuneError("no such file or folder", where=name, fix="give a .gguf file, a model folder or a Hub name")
-    found = hub.fetch(name, revision, weights)
-    if found.is_file():
-        base = _open_gguf(name, found)
+    path = hub.fetch(name, revision, weights) if from_hub else path
+    if path.is_file():
+        base = _open_gguf(name or path.stem, path)
     else:
-        base = _open_folder(name, found) if weights else _open_config(name, _config_in(found))
-    return dataclasses.replace(base, from_hub=True)
+        base = _open_folder(name, path) if weights else _open_config(name, _config_in(path))
+    return dataclasses.replace(base, from_hub=from_hub)
 
 
 def _open_gguf(name: str, path: Path) -> Base:

@@ -90,41 +90,26 @@ def weight_files(folder: Path) -> list[str]:
 def open_folder(folder: Path) -> dict[str, SafetensorsTensor]:
     """Every tensor of the folder's model.safetensors or of the shards its index names, under its own name and
     of any dtype: the table of weight formats puts quantised weights together and refuses unknown ones."""
-    index, single = folder / INDEX, folder / SINGLE
-    if index.exists():
-        return _open_shards(folder, index)
-    if not single.exists():
+    index = folder / INDEX
+    if not index.exists() and not (folder / SINGLE).exists():
         raise GraftuneError(
             "holds no model.safetensors", where=str(folder), fix="give a model folder with safetensors weights"
         )
-    return _tensors(single)
-
-
-def _open_shards(folder: Path, index: Path) -> dict[str, SafetensorsTensor]:
-    """The tensors that the index names, each from the file it names."""
-    where = weight_map(index)
-    tensors: dict[str, SafetensorsTensor] = {}
-    for file in sorted(set(where.values())):
-        held = _tensors(folder / file)
-        for name in (name for name, place in where.items() if place == file):
-            if name not in held:
-                raise GraftuneError(
-                    f"names {name} in {file}, which does not hold it", where=str(index), fix="download the model again"
-                )
-            tensors[name] = held[name]
-    return tensors
+    held = {name: tensor for file in weight_files(folder) for name, tensor in _tensors(folder / file).items()}
+    if not index.exists():
+        return held
+    named = weight_map(index)
+    if missing := named.keys() - held.keys():
+        what = f"names {min(missing)} in {named[min(missing)]}, which does not hold it"
+        raise GraftuneError(what, where=str(index), fix="download the model again")
+    return {name: held[name] for name in named}
 
 
 def weight_map(index: Path) -> dict[str, str]:
     where = read_json(index, "download the model again").get("weight_map")
-    if not isinstance(where, dict) or not all(_is_shard(file) for file in where.values()):
+    if not isinstance(where, dict) or not all(_SHARD.fullmatch(str(file)) for file in where.values()):
         raise GraftuneError("is not a shard index", where=str(index), fix="download the model again")
     return where
-
-
-def _is_shard(name: Any) -> bool:
-    """Whether it names a file of the folder itself."""
-    return isinstance(name, str) and _SHARD.fullmatch(name) is not None
 
 
 def _tensors(file: Path) -> dict[str, SafetensorsTensor]:
