@@ -51,7 +51,7 @@ plot = importlib.import_module("graftune.observe.plot")
 LONGEST = (
     *("dist/", "two_ways/test_resume", "page/", "exporting/test_smollm2.py", "plan/test_plan_resident.py"),
     *("parity/test_llama_cpp.py", "weights/test_hub.py", "kernels/test_whole_step.py", "parity/test_smollm2.py"),
-    *("training/test_reserve.py", "weights/test_memory.py", "parity/test_quantised.py", "bad_input/test_disk.py"),
+    *("training/test_reserve.py", "parity/test_quantised.py", "bad_input/test_disk.py"),
     *(
         "kernels/test_compiles.py",
         "benchmarks/test_scale.py",

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from graftune.errors import GraftuneError
 from graftune.kernels.gguf_dequant import KINDS, scales
 from graftune.kernels.gguf_dequant.reference import PLAIN, SCALES
-from graftune.model.frozen import Scratch, Table, Unpacked, mapped
+from graftune.model.frozen import Scratch, Table, Unpacked
 from graftune.model.frozen.formats.floats import FloatRows
 from graftune.model.frozen.formats.gguf import GgufRows
 from graftune.model.frozen.tensor_rows import TensorRows
@@ -61,13 +61,6 @@ def test_no_kind_of_tensor_is_left_out(family: str, name: str, lora: LoraConfig,
     bad = spoilt(tiny_folder(family), tmp_path / "bad", name, float("inf"))
     with pytest.raises(GraftuneError, match=r"tensor \S+ holds numbers that are not finite"):
         oracle.place(open_base(str(bad)), lora)
-
-
-def test_every_piece_of_a_file_is_looked_at(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped, "pieces", lambda rows, width: [(row, min(row + 5, rows)) for row in range(0, rows, 5)])
-    bad = spoilt(tiny_folder("llama-shallow"), tmp_path / "bad", "model.layers.0.mlp.up_proj.weight", float("nan"))
-    with pytest.raises(GraftuneError, match=r"tensor layers\.0\.mlp\.up_proj\.weight holds"):
-        oracle.place(open_base(str(bad)), LORA, "keep")
 
 
 def test_what_a_gpu_holds_is_looked_at(tiny_folder, tmp_path: Path) -> None:

@@ -163,16 +163,6 @@ def test_transformers_reads_the_same(tiny_folder: Any, tmp_path: Path) -> None:
     assert compared == 21
 
 
-def test_a_run_trains_on_it(tiny_folder: Any, tmp_path: Path) -> None:
-    from graftune.cli import main
-    from tests.training.runs import write_data
-
-    make(tmp_path / "m", tiny_folder("llama"), "row")
-    data = write_data(tmp_path / "d.jsonl")
-    line = ["train", str(tmp_path / "m"), str(data), "--out", str(tmp_path / "run"), "--quiet", "--device", "cpu"]
-    assert main([*line, "--max-steps", "2", "--samples", "0"]) == 0
-
-
 def damaged(folder: Path, **changes: torch.Tensor | None) -> str:
     tensors = load_file(folder / "model.safetensors")
     for name, value in changes.items():

@@ -363,18 +363,6 @@ def test_repositories_of_gguf_files(ggufs: Path, tiny_folder: Any, tmp_path: Pat
     assert [code for code, *_ in (a, b, c, d)] == [0, 0, 0, 0], "in the cache, by type too"
 
 
-def test_a_repository_of_one_gguf_file(ggufs: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "one"
-    folder.mkdir()
-    for name in (".gitattributes", "tiny-Q8_0.gguf", "mmproj-tiny-F32.gguf"):
-        shutil.copy(ggufs / name, folder)
-    made: Any = type("One", (Hub,), {"ggufs": folder, "asked": []})
-    with serving(made) as address:
-        ask = ["doctor", "me/files", "--json"]
-        for code, out, err in asking(address, tmp_path / "hf", [ask, ["stop"], ["offline", "1"], ask]):
-            assert code == 0 and json.loads(out)["kind"] == "gguf", (out, err)
-
-
 def test_a_hub_name(endpoint: str, tmp_path: Path) -> None:
     data = str(write_data(tmp_path / "d.jsonl"))
     ask = ["data", data, "--json", "--show", "0", "--base"]

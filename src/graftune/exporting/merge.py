@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -20,11 +20,10 @@ from graftune.errors import GraftuneError
 from graftune.model.families import short_targets
 from graftune.model.frozen import RowSource
 from graftune.model.frozen.tensor_rows import DTYPES, TensorRows
-from graftune.model.lora import scaling, targets_of
-from graftune.model.spec import ModelSpec
+from graftune.model.lora import scaling
 from graftune.settings.sections import LoraConfig
 from graftune.weights import experts
-from graftune.weights.adapter_fit import Adapter, check_tables, fitted
+from graftune.weights.adapter_fit import Adapter, check_fits, fitted
 from graftune.weights.base import Base, with_new_tokens
 from graftune.weights.carried import CarriedTensor
 from graftune.weights.rows import Over, Reordered, RowRange
@@ -83,56 +82,23 @@ def merge(base: Base, adapters: Sequence[Weighted]) -> Base:
     if not adapters:
         return base
     adapters = [Weighted(fitted(a, base.spec, base.tensors), w) for a, w in adapters]
+    for adapter, _ in adapters:
+        check_fits(adapter, base)
     base = _with_tables(base, [a for a, _ in adapters])
     tensors: dict[str, RowSource] = dict(base.tensors)
     products: dict[str, list[LowRankChange]] = {}
     norms: dict[str, torch.Tensor] = {}
     for adapter, weight in adapters:
-        changes = adapter_products(adapter, weight)
-        for name, product in changes.items():
-            _place(tensors, name, (len(product.up), product.down.shape[1]), adapter)
+        for name, product in adapter_products(adapter, weight).items():
             products.setdefault(name, []).append(product)
-        _check_whole(changes, base.spec, adapter)
         for name, value in adapter.tensors.items():
             if name.endswith("norm.weight"):
-                own = _place(tensors, name, tuple(value.shape), adapter).values().float()
+                own = tensors[name].values().float()
                 norms[name] = norms.get(name, own) + weight * (value - own)
     for name, found in products.items():
         tensors[name] = Changed(tensors[name], tuple(found))
     tensors |= {name: TensorRows(value) for name, value in norms.items()}
     return dataclasses.replace(base, tensors=tensors)
-
-
-def _check_whole(changes: Mapping[str, LowRankChange], spec: ModelSpec, adapter: Adapter) -> None:
-    """Refuses an adapter for a model with fewer layers, which would fit the first layers of this one."""
-    targets = targets_of(spec, adapter.lora)
-    for layer, kind in enumerate(spec.layers):
-        for projection in (p for p in kind.projections if p in targets):
-            stem = f"layers.{layer}.{projection}"
-            part, name = spec.part_of(stem)
-            if part is not None and part.expert_counts[0]:
-                last = f"experts.{part.expert_counts[0] - 1}"
-                weight = f"layers.{layer}.{part.named(name.replace('experts', last, 1))}.weight"
-            else:
-                weight = f"{stem}.weight"
-            if weight not in changes:
-                raise GraftuneError(
-                    f"{stem}.lora_A.weight is missing: the adapter was made for another base",
-                    where=str(adapter.folder),
-                    fix="give its own base",
-                )
-
-
-def _place(tensors: Mapping[str, RowSource], name: str, shape: tuple[int, ...], adapter: Adapter) -> RowSource:
-    found = tensors.get(name)
-    if found is None or tuple(found.shape) != shape:
-        what = f"has no {name}" if found is None else f"has a {name} of {list(found.shape)}, not {list(shape)}"
-        raise GraftuneError(
-            f"the base {what}: the adapter was made for another base",
-            where=str(adapter.folder),
-            fix="give its own base",
-        )
-    return found
 
 
 def adapter_products(adapter: Adapter, weight: float = 1.0) -> dict[str, LowRankChange]:
@@ -141,16 +107,12 @@ def adapter_products(adapter: Adapter, weight: float = 1.0) -> dict[str, LowRank
         if not name.endswith("lora_A.weight"):
             continue
         if experts.is_expert_adapter(name):
-            parts = experts.by_expert(adapter.tensors, name, str(adapter.folder))
+            parts = experts.by_expert(adapter.tensors, name)
             found |= {n: LowRankChange(weight * scaling(adapter.lora), a, b) for n, (a, b) in parts.items()}
             continue
         stem = name.removesuffix("lora_A.weight")
-        up = adapter.tensors.get(stem + "lora_B.weight")
-        if up is None or down.dim() != 2 or up.dim() != 2 or up.shape[1] != len(down):
-            raise GraftuneError(f"{stem}lora_B does not fit its lora_A", where=str(adapter.folder), fix="copy it again")
+        up = adapter.tensors[stem + "lora_B.weight"]
         found[stem + "weight"] = LowRankChange(weight * scaling(adapter.lora), down, up)
-    if not found:
-        raise GraftuneError("holds no adapters", where=str(adapter.folder), fix="copy it again")
     return found
 
 
@@ -166,14 +128,10 @@ def _with_tables(base: Base, adapters: Sequence[Adapter]) -> Base:
         )
     adapter = bringing[0]
     base = with_new_tokens(base, adapter.lora.new_tokens)
-    check_tables(adapter, base)
     count, new = base.spec.vocab, len(adapter.lora.new_tokens)
     tensors = dict(base.tensors)
     for name in TABLES[: 1 if base.spec.tied else 2]:
-        table = adapter.tensors.get(name)
-        if table is None or tuple(table.shape) != (count + new, base.spec.width):
-            raise GraftuneError(f"{name} is not that of this base", where=str(adapter.folder), fix="give its own base")
-        tensors[name] = Longer(tensors[name], table[count:])
+        tensors[name] = Longer(tensors[name], adapter.tensors[name][count:])
     if base.spec.tied:
         tensors.pop("lm_head.weight", None)
     return dataclasses.replace(base, spec=base.spec.with_vocab(count + new), tensors=tensors)
@@ -206,8 +164,6 @@ def combine(adapters: Sequence[Weighted]) -> Adapter:
             change.get(name) or LowRankChange(0.0, torch.zeros(rank, width), torch.zeros(out, rank))
             for change, rank in zip(changes, ranks, strict=True)
         ]
-        if any(p.down.shape[1] != width or len(p.up) != out for p in parts):
-            raise GraftuneError(f"the adapters differ in the size of {name}", fix="merge adapters of one base")
         stem = name.removesuffix("weight")
         tensors[stem + "lora_A.weight"] = torch.cat([p.down for p in parts])
         tensors[stem + "lora_B.weight"] = torch.cat([p.scale * p.up for p in parts], 1)

@@ -50,12 +50,11 @@ class ExportSource:
         except GraftuneError as error:
             return None, f"the chat template cannot be used ({error.what})"
 
-    def adapter(self, to: str) -> Adapter:
+    def require_adapter(self, to: str) -> None:
         if not self.adapters:
             raise GraftuneError(
                 f"{self.name} has no adapter, and {to} is of an adapter", fix="export to merged or gguf"
             )
-        return self.adapters[0].adapter
 
 
 def find(target: str, base: str, revision: str, add: Sequence[str], any_base: bool) -> ExportSource:

@@ -22,13 +22,14 @@ from graftune.exporting.target import ExportSource, find, run_facts
 from graftune.io.files import new_file, write_file
 from graftune.model.families import family_of, with_text_values
 from graftune.model.frozen import RowSource
-from graftune.model.frozen.formats import READABLE, checkpoint_format, stored_format
+from graftune.model.frozen.formats import stored_format
 from graftune.model.frozen.formats.mxfp4 import KIND as MXFP4
 from graftune.model.frozen.tensor_rows import DTYPES, NAMES
 from graftune.observe.console import Console
 from graftune.observe.memory import human_bytes
 from graftune.weights import experts
 from graftune.weights.adapter import NAMINGS, Adapter, is_adapter, write_adapter
+from graftune.weights.adapter_fit import check_fits
 from graftune.weights.apr import save_apr
 from graftune.weights.base import Base, with_new_tokens
 from graftune.weights.carried import CarriedTensor
@@ -82,8 +83,9 @@ def export(
             f"llama.cpp has no architecture for {source.base.spec.family} models", fix="export to merged or peft"
         )
     if to in ("peft", "gguf-lora", "apr"):
-        source.adapter(to)
-        merge(source.base, source.adapters)  # reads no weight: it checks that the adapter fits the base
+        source.require_adapter(to)
+        for adapter, _ in source.adapters:
+            check_fits(adapter, source.base)
     place = _place(source, to, kind, out)
     _check_place(place, to, source, force)
     peft = partial(_peft, naming=adapter_names)
@@ -230,13 +232,6 @@ def _merged(source: ExportSource, place: Path, kind: str, console: Console) -> E
     config = with_text_values(hf_config(whole), {"vocab_size": whole.spec.vocab})
     with _watched(len(tensors) + len(carried), sum(need.values()), survival, bool(source.adapters), console) as watcher:
         write_model(place, tensors, dtypes, whole, config, in_mxfp4=in_mxfp4, watcher=watcher)
-    if checkpoint_format(source.base.tensors) and (
-        odd := [n for n, t in carried.items() if t.dtype_name not in READABLE]
-    ):
-        console.warn(
-            f"{len(odd)} tensors outside the text model are quantised and were copied as they are, such as {odd[0]}:"
-            " config.json no longer says how"
-        )
     used = sorted({MXFP4 if n in copied else NAMES[d] for n, d in dtypes.items() if len(tensors[n].shape) > 1})
     done = Exported(place, sorted(place.iterdir()), {"type": "+".join(used)})
     _report_survival(done, source, survival, "+".join(used).lower(), console)

@@ -28,7 +28,7 @@ from graftune.model.spec import ModelSpec
 from graftune.settings.sections import LoraConfig
 from graftune.settings.targets import is_target, ordered_targets
 from graftune.weights import experts, names, rows, safetensors_io
-from graftune.weights.adapter_fit import TABLES, Adapter, check_tables, fitted, place_adapter
+from graftune.weights.adapter_fit import TABLES, Adapter, fitted, place_adapter
 from graftune.weights.apr import load_apr
 from graftune.weights.base import Base
 from graftune.weights.finite import is_finite
@@ -41,7 +41,6 @@ __all__ = [
     "TENSORS",
     "Adapter",
     "adapter_tensors",
-    "check_tables",
     "fitted",
     "is_adapter",
     "load_adapter",

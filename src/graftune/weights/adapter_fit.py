@@ -13,10 +13,11 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.model.arena import Arena
 from graftune.model.frozen import RowSource
+from graftune.model.lora import build_arena
 from graftune.model.spec import ModelSpec
 from graftune.settings.sections import LoraConfig
 from graftune.weights import experts, rows
-from graftune.weights.base import Base
+from graftune.weights.base import Base, with_new_tokens
 from graftune.weights.uniform_rank import filled
 
 TABLES = ("embed_tokens", "lm_head")
@@ -57,15 +58,10 @@ def fitted(adapter: Adapter, spec: ModelSpec, tensors: Mapping[str, RowSource] =
     return dataclasses.replace(adapter, tensors=found, order="")
 
 
-def check_tables(adapter: Adapter, base: Base) -> None:
+def check_tables(adapter: Adapter) -> None:
     """Refuses an adapter with a trained embedding or head: the engine takes only the rows of added tokens from them."""
-    for module in TABLES:
-        table, source = adapter.tensors.get(f"{module}.weight"), base.tensors.get(f"{module}.weight")
-        if source is None and base.spec.tied:
-            source = base.tensors.get("embed_tokens.weight")
-        if table is None or source is None:
-            continue
-        if not adapter.lora.new_tokens or _differs(table, source, base.spec.vocab):
+    for module in TABLES if not adapter.lora.new_tokens else ():
+        if f"{module}.weight" in adapter.tensors:
             raise GraftuneError(
                 f"the adapter uses modules_to_save with a trained {module}",
                 where=str(adapter.folder),
@@ -73,22 +69,17 @@ def check_tables(adapter: Adapter, base: Base) -> None:
             )
 
 
-def _differs(table: torch.Tensor, source: RowSource, count: int) -> bool:
-    """Whether rows were trained, not only rounded (a table is stored as the run held it, at worst in bf16)."""
-    if len(table) < count or table.shape[1:] != tuple(source.shape[1:]):
-        return False  # refused by its shape
-    for start in range(0, count, 4096):
-        stop = min(start + 4096, count)
-        own = source.read(start, stop).float()
-        if bool(((table[start:stop] - own).abs() > 0.01 * own.abs() + 1e-6).any()):
-            return True
-    return False
+def check_fits(adapter: Adapter, base: Base) -> None:
+    """Refuses an adapter that was made for another base, without memory for its arena."""
+    if adapter.lora.new_tokens:
+        base = with_new_tokens(base, adapter.lora.new_tokens)
+    place_adapter(adapter, build_arena(base.spec, adapter.lora, torch.device("meta"), torch.float32), base)
 
 
 def place_adapter(adapter: Adapter, arena: Arena, base: Base) -> None:
     """Copies the tensors into the arena, whose norms hold the base's values. A tensor that is missing, left over or of
     another shape is an error."""
-    check_tables(adapter, base)
+    check_tables(adapter)
     adapter, vocab = fitted(adapter, base.spec, base.tensors), base.spec.vocab
     left = dict(adapter.tensors)
     if "embed_tokens.rows" in arena.slots and "lm_head.rows" not in arena.slots:  # tied: one table, stored twice

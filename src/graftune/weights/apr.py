@@ -134,14 +134,6 @@ def _settings(
     path: Path,
 ) -> LoraConfig:
     rank, plain, stabilised = metadata["lora_rank"], metadata["lora_alpha"], ours.get("rslora_alpha")
-    for name, value in tensors.items():
-        match = _OURS.fullmatch(name)
-        if match and (value.dim() != 2 or value.shape[0 if match[3] == "A" else 1] != rank):
-            raise GraftuneError(
-                f"lora.{match[1]}.{match[2]} is {list(value.shape)} where the rank is {rank}",
-                where=str(path),
-                fix="export again",
-            )
     adapted = {match[2] for name in tensors if (match := _OURS.fullmatch(name))}
     new_tokens = ours.get("new_tokens") or []
     dropout = ours.get("dropout") or 0.0

@@ -363,16 +363,12 @@ def is_expert_adapter(name: str) -> bool:
     return _adapter(name) is not None
 
 
-def by_expert(
-    tensors: Mapping[str, torch.Tensor], name: str, where: str
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def by_expert(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """(A [R, in], B [out, R]) for the weight of every expert and projection, given the name of an expert adapter's
     A."""
     match = _adapter(name)
     assert match is not None
-    down, up = tensors[name], tensors.get(name.replace("lora_A", "lora_B"))
-    if up is None or down.dim() != 2 or up.dim() != 3 or len(down) != len(up) * up.shape[2]:
-        raise GraftuneError(f"{match[1]}.{match[2]}.lora_B does not fit its lora_A", where=where, fix="copy it again")
+    down, up = tensors[name], tensors[name.replace("lora_A", "lora_B")]
     projections, found = PARAMETERS[match[2]], {}
     for expert, (a, b) in enumerate(zip(down.unflatten(0, (len(up), -1)), up, strict=True)):
         for projection, part in zip(projections, b.chunk(len(projections)), strict=True):

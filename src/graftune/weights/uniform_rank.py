@@ -1,7 +1,7 @@
 """Converts PEFT adapters whose modules differ to one rank and one scale, which is what the engine trains.
 
 PEFT may give each module its own rank and alpha (rank_pattern, alpha_pattern), choose modules by expressions and leave
-some out. The tensors show which modules there are; the settings give only their scales. Smaller ranks are padded with
+some out. The tensors show the modules and their ranks; the settings give only the alphas. Smaller ranks are padded with
 zeros in A and B, which stay zero: h and g of such a rank are zero, so no gradient reaches them. A scale other than the
 most common one is multiplied into B. A module that is missing in some layers gets an adapter of zeros there, which
 stays zero for the same reason.
@@ -41,13 +41,6 @@ def with_uniform_rank(
     if not downs:
         raise GraftuneError("holds no A and B of any module", where=where, fix="copy the adapter again")
     ranks = {module: len(down) for module, down in downs.items()}
-    stated = _values(values.get("rank_pattern"), ranks, values["r"])
-    for module, rank in ranks.items():
-        if stated[module] != rank:
-            raise GraftuneError(
-                f"{module} is of rank {rank} where the settings say {stated[module]:g}", where=where,
-                fix="copy the adapter again",
-            )  # fmt: skip
     alphas = _values(values.get("alpha_pattern"), ranks, values["lora_alpha"])
     rank, found = max(ranks.values()), {module.split(".", 2)[2] for module in downs}
     named = values.get("target_modules")
@@ -101,7 +94,7 @@ def _values(pattern: Any, modules: Mapping[str, Any], default: float) -> dict[st
     if not pattern:
         return dict.fromkeys(modules, float(default))
     if not isinstance(pattern, dict) or not all(isinstance(v, int | float) for v in pattern.values()):
-        raise ValueError("rank_pattern or alpha_pattern is not a table of numbers")
+        raise ValueError("alpha_pattern is not a table of numbers")
     if len(pattern) > MOST_PATTERNS:
         raise ValueError(f"it has {len(pattern)} patterns")
     import regex
