@@ -64,7 +64,7 @@ class Chat:
         yield ": asked\n\n"
         async with aclosing(self.worker.ask(key, request)) as answer:
             async for document in answer:
-                yield message({name: value for name, value in document.items() if name != "gone"})
+                yield message(document)
 
 
 def find_run(runs: Runs, key: str) -> WatchedRun:

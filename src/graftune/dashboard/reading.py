@@ -15,8 +15,8 @@ from graftune.errors import GraftuneError
 from graftune.io.files import open_plain
 from graftune.io.json_file import NotJson, parse_json
 from graftune.io.yaml_file import LARGEST as LARGEST_YAML
-from graftune.io.yaml_file import parse_yaml
 from graftune.observe.events import plain
+from graftune.observe.report import settings_of
 
 LARGEST = 64 << 20  # bytes of a document that is read whole
 
@@ -44,15 +44,7 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     """The settings of config.yaml by name, without their sections; empty where it is missing or not YAML. They are not
     checked: another version may have written the run."""
     content = read_bytes(path, LARGEST_YAML)
-    try:
-        text = "" if content is None else content.decode("utf-8-sig", "replace")
-        tree = parse_yaml(text, "config.yaml")
-    except GraftuneError:
-        return {}
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        flat.update(value if isinstance(value, dict) and name != "map" else {name: value})
-    return plain(flat)
+    return {} if content is None else settings_of(content.decode("utf-8-sig", "replace"))
 
 
 def stamp(path: str | Path) -> tuple[int, int, int]:

@@ -28,7 +28,7 @@ LOG = "metrics.jsonl"
 DEEPEST = 6  # folders below the watched one
 MOST_RUNS, MOST_FOLDERS = 20_000, 100_000  # that are found, and searched
 FRESH = 0.5  # seconds until the folders are read again
-LOG_BYTES = 32 << 20  # numbers of steps that are held in memory, over all runs
+MOST_LOGS = 16  # that are held in memory
 Document = dict[str, Any]
 
 
@@ -101,11 +101,6 @@ class WatchedRun:
             self._log = log
             yield log
 
-    @property
-    def held_bytes(self) -> int:
-        log = self._log
-        return log.nbytes if log is not None else 0
-
     def drop_log(self) -> None:
         self._log = None
 
@@ -173,10 +168,10 @@ class Runs:
         return [run.document(differing) for run in runs]
 
     def keep(self, run: WatchedRun) -> None:
-        """Hold the log of a run that was requested; the least recently used go when they take too much memory."""
+        """Hold the log of a run that was requested, and drop the least recently used one of too many."""
         with self._lock:
             self._used = [*(one for one in self._used if one is not run), run]
-            while len(self._used) > 1 and sum(one.held_bytes for one in self._used) > LOG_BYTES:
+            if len(self._used) > MOST_LOGS:
                 self._used.pop(0).drop_log()
 
 
@@ -207,10 +202,7 @@ def found_runs(root: str) -> dict[str, str]:
         except OSError:
             continue
         if folder != root and any(entry.name == LOG and entry.is_file(follow_symlinks=False) for entry in inside):
-            key = shown_name(os.path.relpath(folder, root))
-            while key in found:
-                key += "~"
-            found[key] = folder
+            found[shown_name(os.path.relpath(folder, root))] = folder
         elif depth < DEEPEST:
             below = [e for e in inside if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]
             waiting += [(entry.path, depth + 1) for entry in below]

@@ -106,7 +106,4 @@ def _bound(host: str, port: int) -> socket.socket:
         raise GraftuneError(
             f"cannot listen on {host}, port {port} ({error.strerror or error})", fix="give another host or port"
         ) from None
-    except OverflowError:
-        listening.close()
-        raise GraftuneError(f"port is {port}", fix="it must be at least 0 and at most 65535") from None
     return listening

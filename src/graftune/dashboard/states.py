@@ -121,8 +121,4 @@ def _best(log: RunSummary) -> str:
 
 
 def _signal(log: RunSummary) -> str:
-    which = log.end.get("signal")
-    try:
-        return signal.Signals(which).name if which else "a signal"
-    except ValueError:
-        return "a signal"
+    return {known.value: known.name for known in signal.Signals}.get(log.end.get("signal"), "a signal")

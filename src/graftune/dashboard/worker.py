@@ -46,13 +46,14 @@ class Worker:
             try:
                 while True:
                     found = await self._read(process)
-                    if found.get("number") != self._number:  # left over from an answer that was stopped
+                    if found is None:
+                        yield {"error": await self._why_it_ended(process)}
+                        return
+                    if found.pop("number") != self._number:  # left over from an answer that was stopped
                         continue
                     if found.get("end"):
                         return
-                    yield {name: value for name, value in found.items() if name != "number"}
-                    if "gone" in found:
-                        return
+                    yield found
             finally:
                 await self._send(process, {"stop": self._number})
                 self._end_later()
@@ -79,18 +80,15 @@ class Worker:
         assert self._process is not None
         return self._process
 
-    async def _read(self, process: asyncio.subprocess.Process) -> Document:
+    async def _read(self, process: asyncio.subprocess.Process) -> Document | None:
         assert process.stdout is not None
         line = await process.stdout.readline()
-        if line:
-            return dict(json.loads(line))
+        return dict(json.loads(line)) if line else None
+
+    async def _why_it_ended(self, process: asyncio.subprocess.Process) -> str:
         code = await process.wait()
         how = f"with code {code}" if code >= 0 else f"by signal {-code}"
-        return {
-            "number": self._number,
-            "gone": True,
-            "error": f"the process that answers ended {how}; see its messages where graftune was started",
-        }
+        return f"the process that answers ended {how}; see its messages where graftune was started"
 
     async def _send(self, process: asyncio.subprocess.Process, document: Document) -> None:
         assert process.stdin is not None

@@ -74,7 +74,7 @@ def document(folder: Path) -> dict[str, Any]:
     done = steps(events)
     extended = _last(events, "extend") or {}
     config = _read(folder / "config.yaml")
-    settings = _settings(config)
+    settings = settings_of(config)
     warnings = [_text(e.get("text", "")) for e in events if e["event"] == "warning"]
     return {
         "name": _text(folder.resolve().name),
@@ -144,21 +144,23 @@ def _plan(folder: Path) -> object:
 
 
 def _read(path: Path) -> str:
-    """The whole configuration; what cannot be one, because of its size, is cut with a note."""
+    """The whole configuration."""
     if not path.is_file():
         return ""
     with open_plain(path) as file:
-        text = file.read(LARGEST).decode("utf-8", errors="replace")
-        return f"{text}\n[... the file is longer than {LARGEST >> 20} MiB]" if file.read(1) else text
+        return file.read(LARGEST).decode("utf-8", errors="replace")
 
 
-def _settings(config: str) -> dict[str, Any]:
-    """The settings by name; none where the text is not a configuration."""
+def settings_of(config: str) -> dict[str, Any]:
+    """The settings of a config.yaml by name, without their sections; none where the text is not YAML."""
     try:
         tree = parse_yaml(config, "config.yaml")
     except GraftuneError:
         return {}
-    return {name: value for section in tree.values() if isinstance(section, dict) for name, value in section.items()}
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat.update(value if isinstance(value, dict) and name != "map" else {name: value})
+    return plain(flat)
 
 
 def base_name(settings: Mapping[str, Any]) -> str:
