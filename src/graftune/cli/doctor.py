@@ -10,16 +10,19 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from graftune import __version__
 from graftune.cli.settings import Switch
 from graftune.errors import GraftuneError
 from graftune.observe.console import Console
+from graftune.settings import recognise
 
 # Import name -> distribution name, and what it is needed for where graftune works without it.
 REQUIRED = {
@@ -138,8 +141,10 @@ def examine() -> tuple[dict[str, Any], list[Missing]]:
         _examine_torch(report)
         if any(device["device"].startswith("cuda") for device in report["devices"]):
             missing += _without(GPU)
-        report["default_base"], lacking = _default_base()
-        missing += lacking
+        try:
+            report["default_base"] = str(recognise.default_base())
+        except GraftuneError as error:
+            missing.append(Missing("default base", "BASE must be given", error.fix or "give a model"))
     return report, missing
 
 
@@ -187,11 +192,9 @@ def _ledger() -> dict[str, Any]:
     from graftune.ledger import shared_ledger
 
     found = shared_ledger()
-    if found is None:
-        return {"path": None, "reservations": []}
-    report: dict[str, Any] = {"path": str(found.path), "reservations": []}
+    report: dict[str, Any] = {"path": str(found.path) if found else None, "reservations": []}
     try:
-        report["reservations"] = [one.document() for one in found.reservations()]
+        report["reservations"] = [one.document() for one in found.reservations()] if found else []
     except (GraftuneError, OSError) as error:
         report["error"] = str(error)
     return report
@@ -210,15 +213,6 @@ def _reserved(report: dict[str, Any]) -> list[tuple[str, ...]]:
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry["started"]))
         rows.append((device, str(entry["pid"]), entry["user"], entry["task"], *sizes, since, state))
     return rows
-
-
-def _default_base() -> tuple[str | None, list[Missing]]:
-    from graftune.settings.recognise import default_base
-
-    try:
-        return str(default_base()), []
-    except GraftuneError as error:
-        return None, [Missing("default base", "BASE must be given", error.fix or "give a model")]
 
 
 def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -255,9 +249,6 @@ def _version(distribution: str) -> str | None:
 
 def _cpu_name() -> str:
     """The name from Linux on x86; elsewhere the architecture."""
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    path = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)", path.read_text(errors="replace") if path.exists() else "", re.M)
+    return found[1] if found else platform.processor() or platform.machine()

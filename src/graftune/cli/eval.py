@@ -60,31 +60,32 @@ def evaluate(
     metric, left = metric_of(config, examples, data, run.tokenizer, run.base.spec.max_positions, 0)
     if left:
         console.warn(left)
-    tuned = _figures(_with_progress(run, examples, console, True)) | _measured(run, metric, console, True)
-    base: dict[str, Any] | None = None
-    if base_too:
-        base = _figures(_with_progress(run, examples, console, False)) | _measured(run, metric, console, False)
-    more = {"base": base} if base else {}
+    found = [
+        _evaluated(run, examples, console, adapted) | _measured(run, metric, console, adapted)
+        for adapted in ((True, False) if base_too else (True,))
+    ]
+    more = {"base": found[1]} if base_too else {}
     left_out = {**summary.refused, **summary.dropped}
     console.result(
-        {"target": target, "data": data, **tuned, "left_out": left_out, "shortened": summary.truncated, **more}
+        {"target": target, "data": data, **found[0], "left_out": left_out, "shortened": summary.truncated, **more}
     )
     if not json:
-        columns = [_rows(figures) for figures in (tuned, base) if figures]
+        columns = [_rows(figures) for figures in found]
         console.table(
             f"{target or 'bundled base'} on {data}",
-            ("", "tuned", "base") if base else ("", "value"),
+            ("", "tuned", "base") if base_too else ("", "value"),
             [(name, *(column.get(name, "-") for column in columns)) for name in columns[0]],
         )
     return 0
 
 
-def _with_progress(run: Any, examples: Any, console: Console, adapted: bool) -> Any:
+def _evaluated(run: Any, examples: Any, console: Console, adapted: bool) -> dict[str, Any]:
     label = "evaluating" if adapted else "evaluating the base"
     from graftune.data.encoded import unit_of
 
     with console.progress(len(examples), label=label, unit=unit_of(examples.examples)) as bar:
-        return run.evaluate(examples, adapted=adapted, on_progress=bar.update)
+        result = run.evaluate(examples, adapted=adapted, on_progress=bar.update)
+    return {name: value for name, value in result.document().items() if value is not None}
 
 
 def _measured(run: Any, metric: Any, console: Console, adapted: bool) -> dict[str, Any]:
@@ -108,12 +109,7 @@ def _measured(run: Any, metric: Any, console: Console, adapted: bool) -> dict[st
 def _rows(figures: dict[str, Any]) -> dict[str, str]:
     """The figures as a table shows them, with each metric in a row of its own."""
     flat = {name.replace("_", " "): value for name, value in figures.items() if isinstance(value, int | float)}
-    return {name: _shown(value) for name, value in (flat | figures.get("metrics", {})).items()}
-
-
-def _figures(result: Any) -> dict[str, Any]:
-    return {name: value for name, value in result.document().items() if value is not None}
-
-
-def _shown(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+    return {
+        name: f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+        for name, value in (flat | figures.get("metrics", {})).items()
+    }

@@ -42,14 +42,16 @@ def sentence(error: BaseException) -> str | None:
     if isinstance(error, GraftuneError):
         head, *lines = str(error).split("\n")
         return "\n".join([one_line(head, longest=2000), *lines])
+    torch = sys.modules.get("torch")  # not imported: help and mistakes on the command line do not need it
     if isinstance(error, CycloptsError):
-        text = _usage(error)
-    elif _out_of_memory(error):
+        command = " ".join(["graftune", *(error.command_chain or [])])
+        text = f"{error} (see {command} --help)"  # cyclopts' own sentence
+    elif torch is not None and isinstance(error, torch.OutOfMemoryError):
         text = "the device's memory is used up; lower --tokens-per-micro-batch, or set --recompute to full or offload"
     elif isinstance(error, OSError) and error.errno in _DISK:
         what, fix = _DISK[error.errno]
         text = f"{error.filename}: {what}; {fix}" if error.filename else f"{what}; {fix}"
-    elif code := _in_words(error):
+    elif code := next((code for code in _MACHINE if os.strerror(code) in str(error)), 0):  # a library's own error
         text = f"{_DISK[code][0]} ({one_line(str(error), longest=300)}); {_DISK[code][1]}"
     else:
         return None
@@ -61,24 +63,5 @@ def explained(error: BaseException) -> dict[str, Any] | None:
     text = sentence(error)
     if text is None:
         return None
-    parts: dict[str, Any] = {}
-    if isinstance(error, GraftuneError):
-        parts = {"what": error.what, "where": error.where, "fix": error.fix, "lines": error.lines}
-    return {"message": text, **{name: value for name, value in parts.items() if value}}
-
-
-def _in_words(error: BaseException) -> int:
-    """The system's error number, if a library has it in its message only; otherwise 0."""
-    return next((code for code in _MACHINE if os.strerror(code) in str(error)), 0)
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    """Does not import torch, which help and mistakes on the command line do not need."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(error, torch.OutOfMemoryError)
-
-
-def _usage(error: CycloptsError) -> str:
-    """cyclopts' own sentence."""
-    command = " ".join(["graftune", *(error.command_chain or [])])
-    return f"{error} (see {command} --help)"
+    parts = ("what", "where", "fix", "lines") if isinstance(error, GraftuneError) else ()
+    return {"message": text} | {name: value for name in parts if (value := getattr(error, name))}

@@ -6,14 +6,13 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from graftune.cli.settings import Switch, given, loaded, looked_at, positional, show_config, takes
-from graftune.cli.train import ended, engine
+from graftune.cli.settings import Switch, given, looked_at, positional, show_config, takes
+from graftune.cli.train import settings_of, trained
 from graftune.data.sample import parcels
 from graftune.data.sample.parcels import parcels_path
 from graftune.errors import GraftuneError
-from graftune.io.yaml_file import read_yaml
 from graftune.observe.console import Console
-from graftune.settings.config import Config, flatten
+from graftune.settings.config import Config
 
 # Settings of data with answers, and of runs over such data.
 UNUSED = (
@@ -63,19 +62,14 @@ def rl(
     """
     console = Console(json=json, quiet=quiet)
     flags = positional(given(settings), base=base, data=data)
-    if resume:
-        file = flatten(read_yaml(config), config, console.note) if config else {}
-        whole, flags = Config.of_run(resume), {**file, **flags}
-        if print_config:
-            return show_config(Config.of(whole.flat(), flags), console)
-    else:
-        whole = loaded(config, flags, console)
-        if print_config:
-            return show_config(whole, console)
+    whole, flags = settings_of(config, flags, resume, console)
+    if print_config:
+        return show_config(Config.of(whole.flat(), flags) if resume else whole, console)
+    if not resume:
         if not whole.data.data and not whole.rl.reward:
             whole = whole.replace(data=str(parcels_path()), reward=[parcels.__file__])
         whole = looked_at(whole)
     if not whole.rl.reward:
         fix = f"resume it with graftune train --resume {resume}" if resume else "name one, as in --reward file.py"
         raise GraftuneError("there is no reward function", where=resume, fix=fix)
-    return ended(engine(whole, console, resume or None, flags, watch), console, resume)
+    return trained(whole, console, resume, flags, watch)

@@ -12,11 +12,9 @@ import importlib
 import json
 import select
 import sys
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from graftune.errors import GraftuneError
 from graftune.observe.console import AnswerRow, Console
@@ -34,11 +32,9 @@ HELP = (
 )
 
 
-@dataclass(frozen=True)
-class Exchange:
+class Exchange(NamedTuple):
     asked: str
-    tuned: str
-    base: str | None = None
+    answers: dict[str, str]  # by side: tuned, and base
 
 
 class Talk:
@@ -58,21 +54,16 @@ class Talk:
 
     def answer(self, text: str) -> None:
         """Answer one message: streamed, side by side, or as JSON."""
-        console = self._console
+        console, comparing = self._console, len(self._sides) == 2
         self._asked, self._answers = text, {}
         self._drop_oldest(text)
-        if len(self._sides) == 2:
-            for side in self._sides:
-                with console.working(f"asking the {'base' if side == 'base' else 'tuned model'}"):
-                    self._generate(side, text)
-            console.result({"prompt": text, "answer": self._answers["tuned"], "base_answer": self._answers["base"]})
-            if not console.json:
-                console.side_by_side("", [AnswerRow(text, self._answers["base"], self._answers["tuned"])])
-        elif console.json:
-            self._generate("tuned", text)
-            console.result({"prompt": text, "answer": self._answers["tuned"]})
-        else:
-            self._generate("tuned", text, console.stream)
+        for side in self._sides:
+            label = f"asking the {'base' if side == 'base' else 'tuned model'}"
+            with console.working(label) if comparing else nullcontext():
+                self._generate(side, text)
+        names = {"tuned": "answer", "base": "base_answer"}
+        console.result({"prompt": text} | {names[side]: answer for side, answer in self._answers.items()})
+        if not comparing and not console.json:
             console.line()
         self._keep()
 
@@ -96,8 +87,6 @@ class Talk:
         if any(not self._answers.get(side, "").strip() for side in self._sides):
             console.note("stopped before the answer began; the conversation is unchanged")
             return False
-        if len(self._sides) == 2 and not console.json:
-            console.side_by_side("", [AnswerRow(self._asked, self._answers["base"], self._answers["tuned"])])
         self._keep()
         console.note("stopped; /undo takes the message back, /retry asks it again")
         return True
@@ -141,25 +130,29 @@ class Talk:
             "the system message is set, from the next answer on" if text else "no system message any more"
         )
 
-    def _generate(self, side: str, text: str, show: Callable[[str], None] = lambda piece: None) -> None:
-        """Adds each piece to `_answers`, so that a stopped answer is known."""
+    def _generate(self, side: str, text: str) -> None:
+        """Adds each piece to `_answers`, so that a stopped answer is known, and shows it unless two answers are to
+        stand side by side."""
 
         def on_text(piece: str) -> None:
             self._answers[side] = self._answers.get(side, "") + piece
-            show(piece)
+            if len(self._sides) == 1 and not self._console.json:
+                self._console.stream(piece)
 
         messages = [*self._messages(side, self._first), {"role": "user", "content": text}]
         sampling = self._sampling | {"seed": self._sampling["seed"] + self._retries}
         self._answers[side] = self._run.chat(messages, adapted=side == "tuned", on_text=on_text, **sampling)
 
     def _keep(self) -> None:
-        self.exchanges.append(Exchange(self._asked, self._answers["tuned"], self._answers.get("base")))
+        if len(self._sides) == 2 and not self._console.json:
+            self._console.side_by_side("", [AnswerRow(self._asked, self._answers["base"], self._answers["tuned"])])
+        self.exchanges.append(Exchange(self._asked, self._answers))
 
     def _messages(self, side: str, first: int) -> list[Message]:
         messages = [{"role": "system", "content": self.system}] if self.system else []
         for exchange in self.exchanges[first:]:
-            answer = exchange.tuned if side == "tuned" else exchange.base
-            messages += [{"role": "user", "content": exchange.asked}, {"role": "assistant", "content": answer or ""}]
+            messages.append({"role": "user", "content": exchange.asked})
+            messages.append({"role": "assistant", "content": exchange.answers[side]})
         return messages
 
     def _drop_oldest(self, text: str) -> None:

@@ -59,24 +59,26 @@ def train(
     ranks = from_environment()
     console = Console(json=json, quiet=quiet, silent=ranks is not None and not ranks.leads)
     flags = positional(given(settings), base=base, data=[data, *more] if more else data)
-    if resume:
-        file = flatten(read_yaml(config), config, console.note) if config else {}
-        # Only rank 0 has to see the folder.
-        whole = Config.of_run(resume) if ranks is None or ranks.leads else Config()
-        overrides = {**file, **flags}
-        if print_config:
-            return show_config(Config.of(whole.flat(), overrides), console)
-        result = engine(whole, console, resume, overrides, watch)
-    else:
-        whole = loaded(config, flags, console)
-        if print_config:
-            return show_config(whole, console)
-        result = engine(looked_at(whole), console, None, flags, watch)
-    return ended(result, console, resume)
+    whole, flags = settings_of(config, flags, resume, console, leads=ranks is None or ranks.leads)
+    if print_config:
+        return show_config(Config.of(whole.flat(), flags) if resume else whole, console)
+    return trained(whole if resume else looked_at(whole), console, resume, flags, watch)
 
 
-def ended(result: Any, console: Console, resume: str) -> int:
-    """Print how a run ended, and what to do next. Returns the exit code."""
+def settings_of(
+    config: str, flags: dict[str, Any], resume: str, console: Console, leads: bool = True
+) -> tuple[Config, dict[str, Any]]:
+    """The settings of a new run, or those that a run was started with; and those given now. `leads`: whether this is
+    rank 0, which alone has to see the folder of the run."""
+    if not resume:
+        return loaded(config, flags, console), flags
+    file = flatten(read_yaml(config), config, console.note) if config else {}
+    return Config.of_run(resume) if leads else Config(), {**file, **flags}
+
+
+def trained(config: Config, console: Console, resume: str, overrides: dict[str, Any], watch: bool) -> int:
+    """Train, and print how the run ended and what to do next. Returns the exit code."""
+    result = _engine(config, console, resume or None, overrides, watch)
     if result.stopped == "interrupted":
         with suppress(OSError):  # the terminal may be gone
             _interrupted(result, console, resume)
@@ -87,7 +89,7 @@ def ended(result: Any, console: Console, resume: str) -> int:
     return 0
 
 
-def engine(config: Config, console: Console, resume: str | None, overrides: dict[str, Any], watch: bool) -> Any:
+def _engine(config: Config, console: Console, resume: str | None, overrides: dict[str, Any], watch: bool) -> Any:
     with console.working("starting PyTorch"):
         from graftune import api
 
