@@ -142,8 +142,6 @@ def converted(given: dict[str, Any], tool: str) -> converting.Conversion:
             {"use_peft": True},
             {"rank": None, "alpha": 32.0, "dropout": 0.05, "targets": "qv"},
         ),
-        ("trl", {"dataset_name": "a/b", "eval_strategy": "steps"}, {"eval_data": [{"path": "a/b", "split": "test"}]}),
-        ("trl", {"dataset_name": "a/b", "datasets": [{"path": "c/d"}]}, {"data": "c/d"}),
         ("trl", {"max_length": None}, {"max_seq_len": None}),
         ("unsloth", {"get_peft_model": True}, {"alpha": 16.0, "seed": 3407, "warmup": None, "weight_decay": 0.001}),
         ("unsloth", {"per_device_train_batch_size": 3}, {"lr": 5e-5, "tokens_per_step": 3 * 2 * 512}),

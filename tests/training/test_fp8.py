@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 
 from graftune.api import train
-from graftune.cli.app import main
-from graftune.errors import GraftuneError
 from graftune.kernels import fp8
 from graftune.observe.console import Console
 from graftune.observe.events import evals, read_events, steps
@@ -54,7 +52,7 @@ def figures(run: Path) -> list[tuple[object, ...]]:
     return [tuple(e.get(n) for n in ("step", "loss", "grad_norm")) for e in (*steps(events), *evals(events))]
 
 
-def test_resumed_is_straight_and_a_stored_setting_that_went_is_said_once(folder: Path, tmp_path: Path, on_any_device):
+def test_resumed_is_straight(folder: Path, tmp_path: Path, on_any_device):
     straight = train(settings(folder, tmp_path / "straight"), console=QUIET).folder
     resumed = tmp_path / "resumed"
     shutil.copytree(straight, resumed)
@@ -62,21 +60,5 @@ def test_resumed_is_straight_and_a_stored_setting_that_went_is_said_once(folder:
     for step, path in checkpoint.steps(resumed / "checkpoints").items():
         if step > 2:
             shutil.rmtree(path)
-    stored = resumed / "config.yaml"
-    stored.write_text(stored.read_text().replace("train:\n", "train:\n  calibrate: false\n"))
-    with pytest.warns(UserWarning, match=r"calibrate is not a setting any more.*rounded to nearest") as said:
-        train(Config.of_run(resumed), console=QUIET, resume=str(resumed))
-    assert len([one for one in said if "calibrate" in str(one.message)]) == 1
+    train(Config.of_run(resumed), console=QUIET, resume=str(resumed))
     assert figures(resumed) == figures(straight) and adapter_bytes(resumed) == adapter_bytes(straight)
-
-
-@pytest.mark.parametrize("name", ["calibrate", "fp8_inputs"])
-def test_a_setting_that_went_is_an_error_that_names_the_change(tmp_path: Path, capsys, name: str) -> None:
-    said = r"remove it: an fp8 base is rounded to nearest"
-    with pytest.raises(GraftuneError, match=f"{name}.*{said}"):
-        Config.of({name: "auto"})
-    (tmp_path / "run.yaml").write_text(f"train:\n  {name}: true\n")
-    assert main(["train", "-c", str(tmp_path / "run.yaml")]) == 2
-    assert said in capsys.readouterr().err
-    assert main(["train", f"--{name.replace('_', '-')}", "two"]) == 2
-    assert said in capsys.readouterr().err

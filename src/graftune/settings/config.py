@@ -76,17 +76,12 @@ class Config:
 
     @staticmethod
     def of_run(folder: str | Path) -> Config:
-        """The settings that a run folder holds. One that this version no longer has is dropped, which is said once."""
+        """The settings that a run folder holds."""
         path = Path(folder) / "config.yaml"
         if not path.is_file():
             what = "is not a run folder (no config.yaml)" if Path(folder).is_dir() else "there is no such run folder"
             raise GraftuneError(what, where=str(folder), fix="give a folder made by train")
-        tree = read_yaml(path)
-        for part in (tree, *(value for value in tree.values() if isinstance(value, dict))):
-            for name in [name for name in part if name in other_tools.GONE]:
-                del part[name]
-                _warn_once(f"{path}: {name} is not a setting any more and is ignored: {other_tools.GONE[name]}")
-        return Config.of(tree, where=str(path))
+        return Config.load(path)
 
     def replace(self, **leaves: Any) -> Config:
         return Config.of(self.flat(), leaves)
@@ -183,12 +178,6 @@ def _answer(key: str, name: str | None, known: dict[str, str], section: str) -> 
 
 def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=4)
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    """For files that are read several times in a run."""
-    warnings.warn(text, stacklevel=3)
 
 
 @functools.cache

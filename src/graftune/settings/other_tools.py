@@ -142,9 +142,11 @@ type format data_format dataset_format formatting formatting_func field_messages
 prompt_feature completion_feature text_feature chat_feature columns input_column output_column dataset_text_field
 prompt_column response_column text_column field_instruction field_output
     the format of the rows is recognised automatically; where columns have other names, use {map}
-dataset_config dataset_config_name dataset_train_split dataset_test_split dataset_split train_split split subset
+dataset_config dataset_config_name dataset_train_split dataset_split train_split split subset
 dataset_streaming
     write the source in a file as data: [{path: owner/name, split: train, subset: main}]
+dataset_test_split
+    write the source in a file as eval_data: [{path: owner/name, split: test}]
 chat_template chat_template_jinja chat_template_path prompt_template prompt_style conversation_template -> jinja_file
     the model's own chat template is used; {template} takes a Jinja file instead
 default_system default_system_message
@@ -194,9 +196,9 @@ neftune_noise_alpha noisy_embedding_alpha
     NEFTune's noise is not supported here; {dropout} is there against overfitting
 scale lora_scale lora_scaling lora_parameters
     the product is scaled by alpha/rank: set {alpha} to the scale times {rank}
-lr_scheduler_kwargs cosine_min_lr_ratio -> least_lr
+cosine_min_lr_ratio -> least_lr
     {schedule} is cosine, linear or constant, going down to {min_lr}
-cosine_constant_lr_ratio
+cosine_constant_lr_ratio lr_scheduler_kwargs
     {schedule} is cosine, linear or constant, going down to {min_lr}
 data_seed
     {seed} covers the split, the shuffle, the adapters and dropout
@@ -281,8 +283,6 @@ trl: dataset_name dataset_config dataset_text_field use_peft lora_r lora_target_
 """
 SIGNS = {tool: set(names) for tool, names in _named(_SIGNS)}  # the names by which a tool's file is recognised
 _TRANSFORMERS = {"model_name_or_path", "per_device_train_batch_size", "num_train_epochs", "output_dir"}
-_PLAIN_FP8 = "an fp8 base is rounded to nearest while it is read, and each product rounds what it multiplies"
-GONE = dict.fromkeys(("calibrate", "fp8_inputs"), _PLAIN_FP8)  # settings of earlier versions, and what holds now
 SIMILAR = 0.75  # of 1: two letters exchanged in a word of four
 OTHERS_SIMILAR = 0.85  # for other tools' names, of which there are hundreds
 _CHAT = ("max_new_tokens", "temperature", "system")
@@ -294,13 +294,11 @@ def same(name: str) -> str | None:
 
 
 def answer(name: str, flags: bool) -> str | None:
-    """What to use instead of a name of another tool or an earlier version; None if the name is not known. `flags`: show
-    our settings as flags."""
+    """What to use instead of a name of another tool; None if the name is not known. `flags`: show our settings as
+    flags."""
     found = plain(name)
     if found in SAME:
         return f"here it is {_shown(SAME[found], flags)}"
-    if (bare := found.removeprefix("no_")) in GONE:
-        return f"remove it: {GONE[bare]}"
     text = ANSWERS.get(found)
     return re.sub(r"\{(\w+)\}", lambda match: _shown(match[1], flags), text) if text else None
 

@@ -107,7 +107,7 @@ def _folder(path: Path) -> Found:
     weights = [name for name in names if name.endswith(".safetensors")]
     data = [name for name in names if name.endswith((*DATA_ENDINGS, ".arrow")) and not name.endswith(".json")]
     if "config.json" in names and (weights or not data):
-        if weights and _starts(path / weights[0], b"version https://git-lfs"):
+        if weights and kind_of(str(path / weights[0])).kind == "lfs":
             return Found("lfs", "holds git-lfs pointers, not the weights themselves")
         if not weights and any(name.endswith(PICKLED) for name in names):
             return Found("pickle", "holds pickled weights only (.bin), which are never read because they can run code")
@@ -289,14 +289,6 @@ def _run_of(name: str) -> Path:
     """The run of a path runs/NAME/checkpoints/step-N."""
     path = Path(name)
     return path.parent.parent if len(path.parts) > 2 else Path(name).resolve().parent.parent
-
-
-def _starts(path: Path, head: bytes) -> bool:
-    try:
-        with open_plain(path) as file:
-            return file.read(len(head)) == head
-    except (OSError, GraftuneError):  # said better by its reader
-        return False
 
 
 def _error(where: str, what: str, fix: str) -> GraftuneError:
