@@ -156,23 +156,6 @@ def test_values_and_defaults(tool: str, given: dict[str, Any], ours: dict[str, A
     assert "rank" not in found or found.get("method", "lora") == "lora"
 
 
-LEFT = {"val_set_size": "val_split", "lr_scheduler": "schedule", "warmup_steps": "warmup", "num_epochs": "epochs"}
-
-
-def test_a_value_that_is_left_out_leaves_our_default() -> None:
-    given = {
-        "val_set_size": 100,
-        "lr_scheduler": "polynomial",
-        "warmup_steps": 9,
-        "num_epochs": "x",
-        "datasets": ["a/b"],
-    }
-    found = converted(given, "axolotl")
-    assert not {"val_split", "schedule", "warmup", "epochs"} & set(found.settings)
-    assert {name for name, _ in found.left_out} == set(given) - {"datasets"}
-    assert all(f" is left at {Config().flat()[ours]}" in dict(found.left_out)[name] for name, ours in LEFT.items())
-
-
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [

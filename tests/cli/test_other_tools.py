@@ -171,19 +171,6 @@ def test_no_guess_is_better_than_a_wrong_one(engine: Engine, capsys: Capture, op
     assert "did you mean" not in capsys.readouterr().err.lower()
 
 
-def test_a_slip_of_the_fingers_is_recognised() -> None:
-    known = ["--" + name.replace("_", "-") for name in NAMES]
-    slips = {
-        "--rnak": "--rank",
-        "--sed": "--seed",
-        "--max-step": "--max-steps",
-        "--tokens-per-setp": "--tokens-per-step",
-    }
-    assert {slip: other_tools.near(slip, known) for slip in slips} == slips
-    for far in ("--batch-size", "--name", "--momentum"):
-        assert other_tools.near(far, known) is None, far
-
-
 def test_all_unknown_keys_of_a_file_are_listed(tmp_path: Path) -> None:
     with pytest.raises(GraftuneError) as caught:
         flatten({"bf16": True, "packing": True, "lora": {"wandb": 1, "r": 8}, "zzz": 1}, "run.yaml", note=str)
@@ -216,19 +203,6 @@ def test_a_section_that_is_given_another_tools_value(tmp_path: Path) -> None:
         GraftuneError, match=r"train is True, which is a setting of another tool; graftune train trains"
     ):
         Config.of({"train": True})
-
-
-def test_python_settings_take_them_too() -> None:
-    with pytest.warns(UserWarning, match="learning_rate is taken as lr"):
-        assert Config.of({"learning_rate": 0.5}).optim.lr == 0.5
-
-
-def test_no_text_denies_a_way_to_train_that_exists() -> None:
-    """Preferences and rewards were added after these texts were written."""
-    docs = Path(__file__).parents[2] / "docs"
-    texts = [other_tools._ANSWERS, *(path.read_text() for path in docs.glob("*.md"))]
-    denied = r"(?i)\b(dpo|kto|orpo|ppo|grpo)(trainer)?\b[^.;\n]*\bnot (there|supported)[^\n]*"
-    assert not [match[0] for text in texts for match in re.finditer(denied, text)]
 
 
 def test_the_table_is_sound() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 from graftune.dashboard import line_reader, log
 from graftune.dashboard import runs as runs_module
 from graftune.dashboard.log import Log
-from graftune.dashboard.reading import read_bytes
 from graftune.dashboard.streams import _NewEvents
 from graftune.dashboard.summary import RunSummary
 from tests.dashboard.folders import client, lines, start, step, write_run
@@ -65,20 +63,6 @@ def test_a_long_log_is_read_in_several_calls(tmp_path: Path, monkeypatch: pytest
     assert calls > 10 and slow.evals == summary.evals and slow.step == summary.step
 
 
-def test_a_step_that_does_not_follow_the_last_one_replaces_the_steps_from_there_on(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "r", start(9), *(step(n) for n in (1, 2, 3, 2, 4)), {"event": "step", "step": -1})
-    found = Log(run / "metrics.jsonl")
-    found.advance()
-    assert list(found.steps) == [1, 2, 4] and found.bad == 1
-    assert {len(column) for column in found.values.values()} == {3}
-
-
-def test_a_document_that_is_too_long_is_none(tmp_path: Path) -> None:
-    """Not its beginning, which would be another document."""
-    (tmp_path / "x").write_bytes(b"[1, 2]")
-    assert read_bytes(tmp_path / "x", 6) == b"[1, 2]" and read_bytes(tmp_path / "x", 5) is None
-
-
 HOSTILE_LOGS = {
     "another name in every step": lambda i: f'{{"event":"step","step":{i},"n{i}":1}}\n',
     "blank lines": lambda i: "\n",
@@ -98,26 +82,3 @@ def test_a_megabyte_of_a_strangers_lines_takes_no_minute(name: str, tmp_path: Pa
         while reader.behind:  # a call ends after half a second
             reader.advance()
     assert time.process_time() - began < 5
-
-
-def test_evaluations_that_a_resume_took_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the definition, over random logs; the oldest events are dropped where there are too many."""
-    monkeypatch.setattr(log, "MOST_EVENTS", 8)
-    draw = random.Random(5)
-    for case in range(50):
-        path, kept = tmp_path / f"{case}.jsonl", list[tuple[int, int]]()
-        written = []
-        for number in range(draw.randrange(60)):
-            at = draw.randrange(12)
-            if draw.random() < 0.25:
-                written.append({"event": "resume", "step": at})
-                kept = [each for each in kept if each[0] <= at]
-            else:
-                written.append({"event": "eval", "step": at, "loss": number})
-                kept = [*kept, (at, number)][-8:]
-        path.write_text("".join(json.dumps(event) + "\n" for event in written))
-        found, summary = Log(path), RunSummary(path)
-        found.advance()
-        summary.advance()
-        assert [(event["step"], event["loss"]) for event in found.of("eval")] == kept
-        assert {at: summary.evals[at] for at, _ in kept} == dict(kept)

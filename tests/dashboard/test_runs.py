@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -15,7 +14,6 @@ import pytest
 from graftune.dashboard import runs as runs_module
 from graftune.dashboard.log import Log
 from graftune.dashboard.reading import read_settings
-from graftune.dashboard.runs import open_runs
 from graftune.dashboard.streams import _NewEvents
 from graftune.dashboard.summary import RunSummary
 from graftune.errors import GraftuneError
@@ -125,27 +123,6 @@ def test_curves_keep_spikes_and_follow_the_log(tmp_path: Path) -> None:
     assert "whole number" in ask(page, "/api/runs/r/series?points=many", 400)["error"]
 
 
-def test_only_what_was_appended_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = write_run(tmp_path / "r", start(9), *(step(n) for n in range(1, 500)))
-    page, read, real = client(tmp_path), list[int](), os.pread
-    monkeypatch.setattr(os, "pread", lambda *how: read.append(len(found := real(*how))) or found)
-    ask(page, "/api/runs/r/series")
-    size = (run / "metrics.jsonl").stat().st_size
-    assert sum(read) == 2 * size, "once for the list, once for the curves"
-    append(run, step(500))
-    read.clear()
-    assert ask(page, "/api/runs/r/series?from=500")["steps"] == [500]
-    assert sum(read) == (run / "metrics.jsonl").stat().st_size - size
-
-
-def test_the_list_does_not_wait_while_a_log_is_read(tmp_path: Path) -> None:
-    write_run(tmp_path / "new", start(9), step(1), step(5))
-    runs = open_runs(str(tmp_path))
-    (run,) = runs.all()
-    with run.log(), ThreadPoolExecutor(1) as other:
-        assert len(other.submit(runs.documents).result(10)) == 1
-
-
 def test_a_resume_takes_back_what_came_after_it(tmp_path: Path) -> None:
     first = [start(9), *(step(n, loss=1.0) for n in range(1, 7)), evaluated(2, 2.0), evaluated(6, 0.5)]
     marks = [{"event": "resume", "step": 5}, {"event": "extend", "step": 5, "steps": 8, "steps_before": 9}]
@@ -198,13 +175,6 @@ def test_a_watched_folder_becomes_a_run(tmp_path: Path) -> None:
     write_run(tmp_path, start(5), step(1))
     (found,) = ask(page, "/api/runs")["runs"]
     assert (found["id"], found["steps"], found["max_steps"]) == (tmp_path.name, 1, 5)
-
-
-def test_what_the_settings_do_not_say_is_not_made_up(tmp_path: Path) -> None:
-    (write_run(tmp_path / "r", start(3), step(1)) / "config.yaml").unlink()
-    (found,) = ask(client(tmp_path), "/api/runs")["runs"]
-    assert (found["base"], found["data"], found["method"]) == ("", "", "")
-    assert found["sentence"].endswith("it cannot be resumed, since the folder has no config.yaml")
 
 
 def test_torn_and_foreign_folders(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from graftune.cli import main
 from graftune.dashboard import runs as runs_module
 from graftune.dashboard import security
 from graftune.dashboard.runs import open_runs
-from graftune.dashboard.security import TOKEN, AccessCheck
+from graftune.dashboard.security import TOKEN
 from graftune.dashboard.serving import Page, token_for
 from graftune.errors import GraftuneError
 from tests.dashboard.folders import client, start, step, write_run
@@ -140,23 +139,3 @@ def test_limits(tmp_path: Path) -> None:
     write_run(tmp_path / "r", start(1), step(1))
     for number in ("9" * 16, "9" * 5000, "-1", "1e3", "²"):
         assert status(page, f"/api/runs/r/series?points={number}") == 400, number[:20]
-
-
-def test_no_more_of_a_body_is_taken_than_the_limit() -> None:
-    """Whatever its header said, and although the application reads on."""
-    taken: list[int] = []
-
-    async def reads_on(scope: Any, receive: Any, send: Any) -> None:
-        while (message := await receive())["type"] == "http.request":
-            taken.append(len(message["body"]))
-
-    async def endless() -> dict[str, Any]:
-        assert len(taken) < 100, "it is still read"
-        return {"type": "http.request", "body": b"x" * 65536, "more_body": True}
-
-    async def send(message: Any) -> None:
-        pytest.fail("it was refused")
-
-    scope = {"type": "http", "method": "POST", "path": "/api/chat", "headers": [(b"host", b"localhost")]}
-    asyncio.run(AccessCheck(reads_on)(scope, endless, send))
-    assert sum(taken) == security.LARGEST_BODY

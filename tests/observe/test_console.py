@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import re
 import threading
@@ -12,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from graftune.observe import progress as progress_module
-from graftune.observe.console import AnswerRow, Console, printable
+from graftune.observe.console import AnswerRow, Console
 from graftune.observe.progress import BarProgress, LineProgress, WorkProgress
 
 EVIL = "[bold red]x[/] \x1b[2J\x1b]0;title\x07 :smile: \u202e"
@@ -87,12 +86,6 @@ def test_data_cannot_control_the_terminal(terminal: bool) -> None:
     assert all(re.match(r"\x1b\[[0-9;?]*[a-zA-Z]", text[m.start() :]) for m in re.finditer("\x1b", text))
 
 
-def test_printable() -> None:
-    assert printable("a\tb\nc") == "a\tb\nc"
-    assert printable("a\r\nb") == "a\nb"
-    assert printable("\x1b[31m\x9b") == "\u241b[31m\ufffd"
-
-
 def test_plain_table_is_aligned() -> None:
     console, out, _ = make()
     console.table("T", ("name", "n"), [("a", 5), ("long name", 1234)])
@@ -142,12 +135,6 @@ def test_plain_progress_line() -> None:
     assert shown[0] == "step  1/60  loss 0.713  lr 1.8e-04  142 tok/s"
     assert shown[1] == "step  2/60  loss 0.713  lr 1.8e-04  142 tok/s  left 0:06:17"
     assert shown[-1].startswith("step 60/60") and shown[-1].endswith("left 0:00:00")
-
-
-def test_time_before_the_first_step_does_not_count_in_estimates() -> None:
-    shown = lines(60, 6.5, first=300.0)
-    assert "left" not in shown[0], "there is nothing yet to estimate by"
-    assert set(shown[1:]) <= set(lines(60, 6.5)), "the estimates are those of a run that began at once"
 
 
 @pytest.mark.few(2)
@@ -283,27 +270,3 @@ def test_a_quiet_progress_still_measures() -> None:
         bar.update(1, tokens=10)
         assert bar.meter.tok_s > 0
     assert err.getvalue() == ""
-
-
-def test_work_that_reports_often_writes_before_the_heartbeat() -> None:
-    """Otherwise each line comes twice: from the work and from the heartbeat."""
-    now, said = [0.0], list[float]()
-    lines = progress_module.LineProgress(1000, 0, "quantising", lambda _: said.append(now[0]), clock=lambda: now[0])
-    for done in range(1, 1000):
-        now[0] = done / 50
-        lines.update(done)
-    gaps = [later - earlier for earlier, later in itertools.pairwise(said)]
-    limits = [progress_module.longest_silence(at) for at in said[1:]]
-    assert len(gaps) > 3 and all(2 < gap < limit - 0.1 for gap, limit in zip(gaps, limits, strict=True))
-
-
-def test_a_long_step_is_reported_at_growing_intervals() -> None:
-    """A line every four seconds about one step would fill a log."""
-    written, now = [0.0], 0.0
-    while now < 600:
-        now += 0.1
-        if now - written[-1] >= progress_module.longest_silence(now):
-            written.append(now)
-    gaps = [later - earlier for earlier, later in itertools.pairwise(written)]
-    assert gaps[0] < 5 and all(later > earlier - 0.2 for earlier, later in itertools.pairwise(gaps))
-    assert len(gaps) <= 18 and gaps[-1] < progress_module.LONGEST + 1

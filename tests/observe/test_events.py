@@ -17,10 +17,8 @@ from hypothesis import strategies as st
 
 from graftune.errors import GraftuneError
 from graftune.observe.events import (
-    Event,
     EventLog,
     evals,
-    latest,
     number,
     parsed,
     plain,
@@ -155,9 +153,6 @@ def test_figures_that_are_no_numbers_are_null() -> None:
     """Numbers of a foreign log, with which plots and comparisons compute."""
     assert [number(value) for value in (*ODD, None)] == [None] * (len(ODD) + 1)
     assert (number(3), number(-2.5), number(10**300)) == (3.0, -2.5, 1e300)
-    for odd in ODD:
-        found = [{"event": kind, "step": 1, "loss": odd, "lr": 0.5} for kind in ("step", "eval")]
-        assert [(e["loss"], e["lr"]) for e in steps(found) + evals(found)] == [(None, 0.5)] * 2
     assert steps([{"event": "step", "step": step} for step in (-1, 10**30, True, "1", None)]) == []
     assert worked_seconds([{"event": "run_start", "time": 1.0}, {"event": "step", "time": 10**400}]) == 0.0
 
@@ -171,34 +166,6 @@ def test_a_long_last_line_is_found(tmp_path: Path) -> None:
         with EventLog(log) as opened:
             opened.emit("resume", step=1)
         assert len(read_events(log)) == want + 1
-
-
-@given(
-    st.lists(
-        st.fixed_dictionaries(
-            {"event": st.sampled_from(("step", "eval", "resume", "run_end", "run_start", "phase"))},
-            optional={"step": st.one_of(st.integers(0, 9), st.none())},
-        ),
-        max_size=30,
-    )
-)
-def test_what_stands_is_what_no_resume_took_back(events: list[Event]) -> None:
-    """Against the definition, read forwards: each resume takes back what is behind it."""
-    kept: list[Event] = []
-    for event in events:
-        step = event.get("step")
-        if event["event"] == "run_start":
-            kept = []
-        elif event["event"] == "resume" and step is not None:
-            kept = [e for e in kept if e["event"] != "run_end" and (e.get("step") is None or e["step"] <= step)]
-        kept.append(event)
-    assert standing(events) == kept
-
-
-def test_a_log_of_resumes_is_read_in_linear_time() -> None:
-    """Each of them against all before it were 1.8 billion looks, many minutes."""
-    events: list[Event] = [{"event": "resume", "step": step} for step in range(60_000)]
-    assert standing(events) == events and latest(events, "step") == []
 
 
 def test_an_event_that_is_nested_deeper_than_can_be_walked_is_none() -> None:

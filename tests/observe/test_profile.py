@@ -255,19 +255,6 @@ def test_hotspots_percentiles_and_the_sentence() -> None:
     assert "waits for its data: 30%" in bottleneck(slow)
 
 
-def test_of_each_turn_the_latest_samples_are_kept() -> None:
-    recorder = Recorder(Ticks(), most=2)
-    for number in range(5):
-        recorder.profile.plain.append(float(number))
-        for turn in (StampTurn(0, 2), StampTurn(1, 2)):
-            with recorder.step(turn):
-                for _ in range(number):
-                    recorder.clock.stamp()
-    found = recorder.profile
-    assert [(sample.turn.number, sample.total) for sample in found.samples] == [(0, 4.0), (1, 4.0), (0, 5.0), (1, 5.0)]
-    assert found.plain == [3.0, 4.0] and found.document()["step_ms"] == 4.5
-
-
 def test_a_trace_has_every_span_in_its_place(tiny_folder) -> None:
     found = Profile([sampled(loop_of(tiny_folder("llama-shallow")))])
     events = [event for event in found.trace()["traceEvents"] if event["ph"] == "X"]

@@ -62,16 +62,6 @@ def test_curves_grow_while_a_run_trains(tab, tmp_path: Path):
     assert "finished" in page.inner_text("#announcer"), "screen readers are told"
 
 
-def test_a_metric_has_a_chart_of_its_own(tab, tmp_path: Path):
-    run = RunFolder(tmp_path / "live", metric="exact").start().train(60).held()
-    page = tab(tmp_path).open("run/live")
-    wait_for_step(page, "metric exact", 50)
-    run.train(110, since=60)
-    wait_for_step(page, "metric exact", 100)
-    assert "Metric: exact" in page.inner_text('figure[data-name="metric exact"]')
-    assert re.search(r"metric: exact from [\d.]+ at step 0 to", summary(page, "metric exact"))
-
-
 def test_every_figure_of_a_step_has_a_chart(tab, tmp_path: Path):
     """No list names those of a loss or of rewards; one that begins later gets its chart while the page is open."""
     run = RunFolder(tmp_path / "live", steps=40).start()
@@ -221,17 +211,6 @@ def test_the_list_sorts_and_filters(tab, tmp_path: Path):
     page.keyboard.press("Enter")
     page.wait_for_selector(".state[data-state=stopped]")
     page.wait_for_selector(".state-line:has-text('SIGTERM')")
-
-
-def test_a_long_list_is_drawn_as_it_is_scrolled(tab, tmp_path: Path):
-    for number in range(250):
-        RunFolder(tmp_path / f"run-{number:03}").emit({"event": "run_start", "steps": 10})
-    page = tab(tmp_path).open()
-    assert page.locator("tbody tr").count() < 250 and page.inner_text(".summary") == "250 runs"
-    for _ in range(3):
-        page.locator("tbody tr").last.scroll_into_view_if_needed()
-        page.wait_for_timeout(50)
-    page.wait_for_function("() => document.querySelectorAll('tbody tr').length === 250")
 
 
 def test_a_killed_run_is_shown_as_dead_within_15_seconds(tab, tmp_path: Path):

@@ -64,28 +64,9 @@ def test_spikes_survive_and_text_cannot_end_the_data(tmp_path: Path):
     assert read == (run.folder / "config.yaml").read_text() and "<" not in data
 
 
-def test_what_a_resume_took_back_is_not_in_it(tmp_path: Path):
-    run = RunFolder(tmp_path / "run", steps=100).start().train(60).answered(40, 60)
-    run.emit(
-        {"event": "warning", "step": 60, "text": "gone"}, {"event": "run_end", "step": 60, "stopped": "interrupted"}
-    )
-    run.emit({"event": "resume", "step": 40, "time": run.time + 86400})
-    found = document(run.folder)
-    answers = {e["step"]: e["answers"] for e in map(json.loads, run.log.read_text().splitlines()) if "answers" in e}
-    assert [each["tuned"] for each in found["samples"]] == answers[40] != answers[60]
-    assert found["done"] == 40 and found["stopped"] is None and "gone" not in found["warnings"]
-    assert found["worked_s"] < 3600 < found["ended"] - found["started"]
-
-
 def test_every_figure_of_a_step_is_in_it(tmp_path: Path):
     run = RunFolder(tmp_path / "run", steps=20).start()
     run.emit(*({**run.step(n), "margin": 0.5, "text": "no figure"} for n in range(1, 21)))
     curves = document(run.folder)["curves"]
     wanted = {"loss", "grad_norm", "lr", "tok_s", "skipped", "floor_share", "margin"}
     assert set(curves["names"]) == wanted == set(curves["values"]) and curves["values"]["margin"] == [0.5] * 20
-
-
-def test_a_run_without_steps_has_a_report(tmp_path: Path):
-    run = RunFolder(tmp_path / "run").start()
-    found = document(run.folder)
-    assert found["curves"]["steps"] == [] and found["done"] == 0 and found["stopped"] is None

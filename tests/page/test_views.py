@@ -193,58 +193,6 @@ def test_every_view_on_a_phone(tab, tmp_path: Path, scheme: str):
     assert "Log scale" in page.inner_text("dialog") or "All runs" in page.inner_text("dialog")
 
 
-def test_the_keyboard_keeps_its_place(tab, tmp_path: Path):
-    """What is drawn anew has the focus that it had; a field that is left empty filters nothing."""
-    opened = tab(gallery(tmp_path))
-    page = opened.open()
-    focused = "() => document.activeElement.textContent"
-    page.focus("thead th[data-key=last_loss] button")
-    for arrow in ("\u2191", "\u2193"):
-        page.keyboard.press("Enter")
-        assert page.evaluate(focused) == f"Loss{arrow}"
-    rows = page.locator("tbody tr").count()
-    page.keyboard.press("/")
-    page.keyboard.type("r64")
-    assert page.locator("tbody tr").count() < rows
-    page.keyboard.press("Escape")
-    assert page.locator("tbody tr").count() == rows and page.input_value("#filter") == ""
-    page = opened.open("run/support-r16/profile")
-    page.focus(".icicle ul ul button")
-    slice_of = "() => document.activeElement.ariaLabel?.split(',')[0]"
-    name = page.evaluate(slice_of)
-    page.keyboard.press("Enter")
-    assert name and page.evaluate(slice_of) == name
-    opened.open("run/%E0%A4%A")  # no name at all
-    assert "This cannot be shown" in page.inner_text("main")
-    opened.complaints[:] = [each for each in opened.complaints if "404" not in each]
-
-
-STREAMS = """() => {
-  const Real = window.EventSource;
-  window.streams = new Set();
-  window.EventSource = class extends Real {
-    constructor(...all) { super(...all); window.streams.add(this); }
-    close() { super.close(); window.streams.delete(this); }
-  };
-}"""
-
-
-def test_a_view_that_is_left_early_leaves_no_stream(tab, tmp_path: Path):
-    """Browsers allow six connections to a server: with a few left open the page would wait for ever."""
-    opened = tab(gallery(tmp_path))
-    opened.page.add_init_script(f"({STREAMS})()")
-    page = opened.open("run/support-r16/command")
-    for view in ["", "compare/support-r16,support-r64"] * 4:
-        page.evaluate(
-            "([view, run]) => { location.hash = view; setTimeout(() => { location.hash = run; }, 1); }",
-            [f"#/{view}", "#/run/support-r16/command"],
-        )
-        page.wait_for_timeout(30)
-    page.wait_for_timeout(500)
-    page.wait_for_selector("main[aria-busy=false]")
-    assert page.evaluate("window.streams.size") <= 1
-
-
 def test_the_chat_of_a_run_that_trains(tab, tmp_path: Path):
     """Its steps arrive while the chat is open, and its first checkpoint opens the chat."""
     run = RunFolder(tmp_path / "run").start().train(3).held()

@@ -1,4 +1,4 @@
-"""Runs over an fp8 base, and stored runs with settings that fp8 once had.
+"""Runs over an fp8 base.
 
 FP8 needs a GPU; here its references compute, by the run's own code."""
 

@@ -52,7 +52,6 @@ LARGEST, LONGEST = 4 << 30, 64 << 20  # bytes of a log (ten million steps have f
 # Fields of a step that are no curve of it; every other number is one, whichever loss or reward reports it.
 NOT_CURVES = ("event", "time", "step", "epoch", "tokens", "response_tokens", "micro_batches", "tflops", "host_idle")
 MOST_CURVES = 64
-_NUMBERS = ("loss", "lr", "grad_norm", "tok_s")  # of steps and evaluations, where whoever reads them computes
 
 
 class EventLog:
@@ -131,13 +130,7 @@ def latest(events: list[Event], kind: str) -> list[Event]:
     """
     found = standing([e for e in events if e["event"] in (kind, *BEGINNINGS)])
     by_step = {step: e for e in found if e["event"] == kind and (step := step_of(e)) is not None}
-    return [_with_numbers(by_step[step]) for step in sorted(by_step)]
-
-
-def _with_numbers(event: Event) -> Event:
-    """The event with null for every field that should be a number and is not."""
-    odd = [name for name in _NUMBERS if name in event and event[name] is not None and number(event[name]) is None]
-    return {**event, **dict.fromkeys(odd)} if odd else event
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def whole(value: object) -> int | None:
@@ -159,17 +152,13 @@ def number(value: object) -> float | None:
 def standing(events: list[Event]) -> list[Event]:
     """All events except those that a resume discarded, and the run_end before it."""
     kept: list[Event] = []
-    lowest: int | None = None  # the lowest step of the resumes after an event; going backwards takes one pass
-    for event in reversed(events):
-        step = event.get("step")
-        behind = lowest is not None and (event["event"] == "run_end" or (type(step) is int and step > lowest))
-        if not behind:
-            kept.append(event)
+    for event in events:
         if event["event"] == "run_start":
-            break
-        if event["event"] == "resume" and type(step) is int:
-            lowest = step if lowest is None else min(lowest, step)
-    return kept[::-1]
+            kept = []
+        elif event["event"] == "resume" and (step := step_of(event)) is not None:
+            kept = [e for e in kept if e["event"] != "run_end" and (step_of(e) or 0) <= step]
+        kept.append(event)
+    return kept
 
 
 def sample_rows(events: list[Event]) -> list[dict[str, Any]]:

@@ -12,9 +12,10 @@ replay, as often as it was replayed: every replay records into the same events.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -78,26 +79,17 @@ def read(timeline: Timeline) -> StepSample:
     replays: dict[int, tuple[Timeline, int]] = {}
     for inner in timeline.inner:
         replays[id(inner)] = inner, replays.get(id(inner), (inner, 0))[1] + 1
-    passes = [(timeline, 1), *replays.values()]
-    return StepSample(
-        timeline.clock.ms(first, last),
-        [span for one, count in passes for span in _spans(one, first, count)],
-        [span for one, count in passes for span in _apart(one, first, count)],
-        timeline.turn,
-    )
-
-
-def _spans(timeline: Timeline, first: Any, count: int) -> Iterable[Span]:
-    ms = timeline.clock.ms
-    for (name, begin), (_, end) in zip(timeline.stamps, timeline.stamps[1:], strict=False):
-        if name is not None:
-            yield Span(name, ms(first, begin), ms(begin, end), count)
-
-
-def _apart(timeline: Timeline, first: Any, count: int) -> Iterable[Span]:
-    ms = timeline.clock.ms
-    for name, begin, end in timeline.apart:
-        yield Span(name, ms(first, begin), ms(begin, end), count)
+    passes, ms = [(timeline, 1), *replays.values()], timeline.clock.ms
+    spans = [
+        Span(name, ms(first, begin), ms(begin, end), count)
+        for one, count in passes
+        for (name, begin), (_, end) in itertools.pairwise(one.stamps)
+        if name is not None
+    ]
+    apart = [
+        Span(name, ms(first, begin), ms(begin, end), count) for one, count in passes for name, begin, end in one.apart
+    ]
+    return StepSample(ms(first, last), spans, apart, timeline.turn)
 
 
 @dataclass
