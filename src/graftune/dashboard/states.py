@@ -121,4 +121,4 @@ def _best(log: RunSummary) -> str:
 
 
 def _signal(log: RunSummary) -> str:
-    return {known.value: known.name for known in signal.Signals}.get(log.end.get("signal"), "a signal")
+    return {known.value: known.name for known in signal.Signals}.get(log.end.get("signal", 0), "a signal")
