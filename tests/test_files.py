@@ -186,7 +186,7 @@ WRITERS = {
     "observe/memory.py": "a switch of the kernel",
     "session/references.py": "new_file",
     "weights/adapter.py": "new_folder",
-    "weights/apr_io.py": "new_file",
+    "weights/apr.py": "new_file",
     "weights/checkpoint.py": "new_folder",
     "weights/model.py": "new_folder",
     "weights/safetensors_io.py": "new_file",

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from graftune.errors import GraftuneError
-from graftune.io.files import check_plain, whole
+from graftune.io.files import whole
 from graftune.losses import choose
 from graftune.model.arena import Arena
 from graftune.model.lora import build_arena, target_names, targets_of
@@ -28,7 +27,8 @@ from graftune.settings.config import Config
 from graftune.settings.sections import LOSS_SETTINGS, LoraConfig
 from graftune.settings.targets import expand_targets
 from graftune.weights import checkpoint
-from graftune.weights.adapter import Adapter, adapter_tensors, is_adapter, load_adapter, place_adapter
+from graftune.weights.adapter import adapter_tensors, is_adapter, load_adapter
+from graftune.weights.adapter_fit import Adapter, place_adapter
 from graftune.weights.base import Base, default_base, open_base, with_new_tokens
 from graftune.weights.model import is_model
 
@@ -165,7 +165,7 @@ def _opened(run: Path, which: str) -> RunCheckpoint:
             )
         try:
             step, name = _choose(run, which, found)
-            weights, identity = _weights(found[step])
+            weights, (_, identity) = checkpoint.weights_of(found[step]), checkpoint.read_state(found[step])
         except FileNotFoundError:  # deleted since it was listed
             continue
         return RunCheckpoint(
@@ -197,18 +197,6 @@ def _choose(run: Path, which: str, found: dict[int, Path]) -> tuple[int, str]:
     if best not in found:
         raise FileNotFoundError(best)
     return best, f"step {best}, the best on validation so far"
-
-
-def _weights(path: Path) -> tuple[torch.Tensor, checkpoint.Identity]:
-    try:
-        check_plain(path / checkpoint.TENSORS)
-        with safe_open(str(path / checkpoint.TENSORS), framework="pt") as held:
-            if len(held.get_slice("weights").get_shape()) != 1:
-                raise KeyError("weights")
-            weights = held.get_tensor("weights").to(torch.float32)
-    except (KeyError, SafetensorError) as error:
-        raise GraftuneError(f"this checkpoint is damaged ({error})", where=str(path), fix="take another") from None
-    return weights, checkpoint.read_state(path)[1]
 
 
 def open_state(state: RunCheckpoint, settings: dict[str, Any]) -> Session:

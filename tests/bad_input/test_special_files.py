@@ -31,12 +31,11 @@ from graftune.io.files import check_inside, new_file, open_own
 from graftune.io.lock import FolderLock
 from graftune.observe import events
 from graftune.observe.events import EventLog, read_events
-from graftune.run_folder import _weights
 from graftune.settings import recognise
 from graftune.settings.config import Config
 from graftune.settings.sources import Source
 from graftune.training.folder import sweep
-from graftune.weights import apr_io, checkpoint
+from graftune.weights import apr, checkpoint
 from graftune.weights.adapter import load_adapter
 from graftune.weights.base import open_base
 from graftune.weights.gguf_io import is_adapter_file, read_gguf
@@ -130,7 +129,7 @@ def test_a_pipe_in_an_adapter(name: str, adapter: Path, tmp_path: Path, pipe: An
 
 PIPES: dict[str, Callable[[Path], object]] = {
     "m.gguf": read_gguf,
-    "a.apr": apr_io.read,
+    "a.apr": apr.read,
     "c.yaml": Config.load,
     "d.jsonl": rows,
     "d.csv": rows,
@@ -164,11 +163,9 @@ def test_pipes_in_a_checkpoint(run: Path, model: Path, tmp_path: Path, pipe: Any
     """The checkpoint is set aside like any damaged one."""
     root = copied(run, tmp_path) / "checkpoints"
     place = pipe(next(root.iterdir()) / "state.safetensors").parent
-    with pytest.raises(GraftuneError, match="is a pipe"):
-        _weights(place)
-    for read in (checkpoint.read_weights, checkpoint.load):
-        with pytest.raises(checkpoint.DamagedCheckpoint):
-            read(place, seeds.opened(model)[1])
+    for read in (checkpoint.weights_of, lambda path: checkpoint.load(path, seeds.opened(model)[1])):
+        with pytest.raises(checkpoint.DamagedCheckpoint, match="is a pipe"):
+            read(place)
     pipe(place / "state.json")
     with pytest.raises(checkpoint.DamagedCheckpoint, match=r"state.json: is a pipe"):
         checkpoint.read_state(place)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from graftune.weights.carried import CarriedTensor
 from safetensors.torch import load_file, save_file
 
 from graftune.api import export
@@ -19,7 +20,6 @@ from graftune.settings.sections import LoraConfig
 from graftune.weights import names
 from graftune.weights.adapter import load_adapter
 from graftune.weights.base import open_base
-from graftune.weights.carried import CarriedTensor
 from graftune.weights.describe import base_facts
 from graftune.weights.gguf_io import read_gguf
 from graftune.weights.model import hf_config, save_model

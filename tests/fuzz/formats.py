@@ -264,11 +264,11 @@ def _folders(place: Path, model: Path) -> Iterator[Format]:
 
     def load(folder: Path) -> None:
         for path in checkpoint.steps(folder / "checkpoints").values():
-            checkpoint.read_state(path)
-            checkpoint.check_place(path, checkpoint.load(path, arena), (9, 9))
+            checkpoint.check_whole(path, None, (9, 9))
+            checkpoint.load(path, arena)
         newest = checkpoint.newest_whole(folder / "checkpoints", {}, (9, 9), _silent)
         if newest is not None:
-            _weights_of(newest)
+            checkpoint.weights_of(newest)
 
     yield Format("checkpoint", TREE, 8, checkpoints, load)
     yield Format("run folder", TREE, 10, _run_folder, _read_run)
@@ -279,12 +279,6 @@ def _folders(place: Path, model: Path) -> Iterator[Format]:
 
 def _silent(said: str) -> None:
     assert not bad_message(one_line(said)), said
-
-
-def _weights_of(path: Path) -> None:
-    from graftune.run_folder import _weights
-
-    _weights(path)
 
 
 def _signed(state: Any, tensors: bytes) -> Any:

@@ -19,8 +19,9 @@ from graftune.data.writer import NewExample, StoreWriter
 from graftune.model.arena import Arena
 from graftune.model.lora import build_arena
 from graftune.settings.sections import LoraConfig
+from graftune.weights import adapter as adapters
 from graftune.weights import checkpoint
-from graftune.weights.adapter import load_adapter, save_adapter
+from graftune.weights.adapter import load_adapter
 from graftune.weights.apr import save_apr
 from graftune.weights.base import Base, open_base
 from tests.fuzz.binary import Tree, gguf
@@ -296,7 +297,8 @@ def opened(folder: Path) -> tuple[Base, Arena]:
 
 def write_adapter(folder: Path, model: Path) -> Path:
     base, arena = opened(model)
-    save_adapter(folder, arena, LORA, base, {})
+    facts = {"template": "auto", "append_eos": False, "revision": ""}
+    adapters.write_adapter(folder, adapters.adapter_tensors(arena, base, {}), LORA, base, facts)
     return folder
 
 

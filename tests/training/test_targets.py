@@ -37,7 +37,7 @@ def weights(name: str | Path, **more: Any) -> torch.Tensor:
 
 
 def stored(run: Path, step: int) -> torch.Tensor:
-    return target._weights(checkpoint.steps(run / "checkpoints")[step])[0]
+    return checkpoint.weights_of(checkpoint.steps(run / "checkpoints")[step])
 
 
 def best_step(run: Path) -> int:
@@ -79,7 +79,7 @@ def test_a_run_that_goes_on(run: Path, tmp_path: Path) -> None:
 def test_what_is_deleted_while_it_is_read(
     when: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    going, real, listed = stopped_copy(run, tmp_path / "going", after=6), target._weights, []
+    going, real, listed = stopped_copy(run, tmp_path / "going", after=6), checkpoint.weights_of, []
 
     def pruned(path: Path) -> Any:
         listed.append(path.name)
@@ -90,7 +90,7 @@ def test_what_is_deleted_while_it_is_read(
                 (path / checkpoint.STATE).unlink()
         return real(path)
 
-    monkeypatch.setattr(target, "_weights", pruned)
+    monkeypatch.setattr(checkpoint, "weights_of", pruned)
     state = target.find_state(f"{going}@last")
     assert state is not None and listed == ["step-6", "step-4"] and state.step == 4
     shutil.rmtree(going / "checkpoints")
@@ -129,7 +129,7 @@ def test_an_export_is_what_the_run_would_have_left(run: Path, tmp_path: Path) ->
     kept = ("base_name", "base_sha256", "template", "append_eos", "revision")
     assert [getattr(ours, name) for name in kept] == [getattr(theirs, name) for name in kept]
     assert (made / "chat_template.jinja").read_text() == (run / "adapter" / "chat_template.jinja").read_text()
-    with pytest.raises(GraftuneError, match="step-2: two of the adapters have their own embeddings"):
+    with pytest.raises(GraftuneError, match="step-6: the adapter also holds embed_tokens.weight"):
         export(best, "peft", out=str(tmp_path / "sum"), add=[f"{run}@step-2=-1"], console=QUIET)
     assert export(f"{run}@step-2", "apr", console=QUIET).path == run / "export" / "run-step-2.apr"
 

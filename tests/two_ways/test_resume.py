@@ -319,7 +319,8 @@ def test_a_checkpoint_is_whole_or_absent(same_step: bool, tmp_path: Path, monkey
         tried += 1
         found, place = checkpoint.latest(root), arena(0.0)
         assert found is not None
-        progress = checkpoint.load(found, place, {"data": "x"})
+        checkpoint.check_whole(found, {"data": "x"})
+        progress = checkpoint.load(found, place)
         assert (progress, float(place.v[0])) in [(new, 2.0), (old, 1.0)]
         assert not whole or progress == new
         checkpoint.save(root, arena(3.0), Progress(step=5), {"data": "x"})
@@ -341,7 +342,9 @@ def test_an_adapter_is_the_old_or_the_new(
 
     def save(value: float) -> None:
         made.arena.weights.fill_(value)
-        adapter.save_adapter(folder, made.arena, made.lora, made.base, {})
+        tensors = adapter.adapter_tensors(made.arena, made.base, {})
+        facts = {"template": "auto", "append_eos": False, "revision": ""}
+        adapter.write_adapter(folder, tensors, made.lora, made.base, facts)
 
     def values() -> list[float]:
         return next(iter(adapter.load_adapter(folder).tensors.values())).unique().tolist()
@@ -363,8 +366,8 @@ def test_an_adapter_is_the_old_or_the_new(
 def test_checkpoint_of_another_run(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, arena(1.0), Progress(step=1), {"data": "x"})
     with pytest.raises(GraftuneError, match="the data has changed"):
-        checkpoint.load(path, arena(0.0), {"data": "y"})
+        checkpoint.check_whole(path, {"data": "y"})
     wide = Arena({"a": Slot("a", (6,), 0, 0, True)}, torch.device("cpu"), torch.float32)
     with pytest.raises(GraftuneError, match="other adapters"):
-        checkpoint.load(path, wide, {"data": "x"})
+        checkpoint.load(path, wide)
     assert not wide.weights.any()

@@ -17,10 +17,9 @@ import graftune
 from graftune.cli import main
 from graftune.errors import GraftuneError
 from graftune.observe.memory import peak_resident_bytes
-from graftune.weights import apr_io
+from graftune.weights import apr
 from graftune.weights.adapter import load_adapter
-from graftune.weights.apr import load_apr, save_apr
-from graftune.weights.apr_io import AprFile
+from graftune.weights.apr import AprFile, load_apr, save_apr
 from tests.exporting.judges import opened, shaken
 from tests.support.counting import Calls
 from tests.weights.test_adapter import DOCUMENT, NEW, logits
@@ -70,7 +69,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("apr") / "small.apr"
     tensors = {"lora.0.q_proj.lora_a": torch.randn(2, 5), "lora.0.q_proj.lora_b": torch.randn(3, 2)}
     metadata = {"model_type": "adapter", "lora_rank": 2, "lora_alpha": 4.0, "name": "f\u00fcr dich"}
-    apr_io.write(path, AprFile(metadata, tensors))
+    apr.write(path, AprFile(metadata, tensors))
     return path
 
 
@@ -79,16 +78,16 @@ def test_the_bytes_are_those_of_the_description(tmp_path: Path) -> None:
     tensors = {f"t.{i}": torch.randn(3, 7).mul(50).to(dtype) for i, dtype in enumerate(CODES)}
     tensors |= {"Z": torch.zeros(0, 4), "scalar": torch.tensor(3.5), "\u00e9": torch.ones(1)}
     metadata = {"model_type": "x", "text": "\u2603", "list": [1, None, {"a": True}]}
-    apr_io.write(tmp_path / "a.apr", AprFile(metadata, tensors))
+    apr.write(tmp_path / "a.apr", AprFile(metadata, tensors))
     entries = sorted((n.encode(), CODES[t.dtype], tuple(t.shape), raw(t)) for n, t in tensors.items())
     text = json.dumps(metadata, ensure_ascii=False, separators=(",", ":")).encode()
     assert (tmp_path / "a.apr").read_bytes() == by_hand(text, entries)
-    again = apr_io.read(tmp_path / "a.apr")
+    again = apr.read(tmp_path / "a.apr")
     assert again.metadata == metadata and next(iter(again.tensors)) == "Z"
     for name, value in tensors.items():
         assert again.tensors[name].dtype == value.dtype
         assert torch.equal(again.tensors[name], value)
-    apr_io.write(tmp_path / "b.apr", again)
+    apr.write(tmp_path / "b.apr", again)
     assert (tmp_path / "b.apr").read_bytes() == (tmp_path / "a.apr").read_bytes()
 
 
@@ -96,7 +95,7 @@ def refused(path: Path, data: bytes) -> str:
     path.unlink(missing_ok=True)
     path.write_bytes(data)
     with pytest.raises(GraftuneError) as caught:
-        apr_io.read(path)
+        apr.read(path)
     assert str(path) in str(caught.value)
     return str(caught.value)
 
@@ -180,7 +179,7 @@ def test_an_adapter_there_and_back(variant: str, settings: dict[str, Any], tiny_
     assert (tmp_path / "y.apr").read_bytes() == path.read_bytes()
     for given in ({"base": base, "adapter": path}, {"base": path}):
         assert torch.equal(logits(opened(**given), DOCUMENT), logits(run, DOCUMENT))
-    stored = apr_io.read(path)
+    stored = apr.read(path)
     metadata, scale = stored.metadata, run.parts.lora.alpha / (3**0.5 if settings.get("rslora") else 3)
     assert metadata["lora_alpha"] / metadata["lora_rank"] == pytest.approx(scale)
     assert metadata["__checkpoint__.schema_version"] == "1.3.0" and metadata["model_type"] == "adapter"
@@ -191,10 +190,10 @@ def test_an_adapter_there_and_back(variant: str, settings: dict[str, Any], tiny_
 
 
 def changed(path: Path, source: Path, tensors: dict[str, torch.Tensor | None] | None = None, **metadata: Any) -> Path:
-    file = apr_io.read(source)
+    file = apr.read(source)
     new = {n: t for n, t in (dict(file.tensors) | (tensors or {})).items() if t is not None}
     values = {k: v for k, v in (file.metadata | metadata).items() if v is not None}
-    apr_io.write(path, AprFile(values, new))
+    apr.write(path, AprFile(values, new))
     return path
 
 

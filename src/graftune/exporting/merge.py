@@ -25,8 +25,8 @@ from graftune.settings.sections import LoraConfig
 from graftune.weights import experts
 from graftune.weights.adapter_fit import Adapter, check_fits, fitted
 from graftune.weights.base import Base, with_new_tokens
-from graftune.weights.carried import CarriedTensor
 from graftune.weights.rows import Over, Reordered, RowRange
+from graftune.weights.safetensors_io import CarriedTensor
 from graftune.weights.streamed import OutputTensor
 
 SAMPLED = 128  # rows of a piece that Survival looks at

@@ -26,7 +26,8 @@ from graftune.run_folder import (
 from graftune.session import check_base, with_template
 from graftune.settings.config import Config
 from graftune.settings.sections import DataConfig
-from graftune.weights.adapter import Adapter, fitted, is_adapter, load_adapter
+from graftune.weights.adapter import is_adapter, load_adapter
+from graftune.weights.adapter_fit import Adapter, fitted
 from graftune.weights.base import Base, open_base
 
 

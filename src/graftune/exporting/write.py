@@ -28,13 +28,13 @@ from graftune.model.frozen.tensor_rows import DTYPES, NAMES
 from graftune.observe.console import Console
 from graftune.observe.memory import human_bytes
 from graftune.weights import experts
-from graftune.weights.adapter import NAMINGS, Adapter, is_adapter, write_adapter
-from graftune.weights.adapter_fit import check_fits
+from graftune.weights.adapter import NAMINGS, is_adapter, write_adapter
+from graftune.weights.adapter_fit import Adapter, check_fits
 from graftune.weights.apr import save_apr
 from graftune.weights.base import Base, with_new_tokens
-from graftune.weights.carried import CarriedTensor
 from graftune.weights.finite import naming_nonfinite
 from graftune.weights.model import hf_config, is_model, write_model
+from graftune.weights.safetensors_io import CarriedTensor
 from graftune.weights.streamed import OutputTensor, Watcher
 
 MEGABYTE = 10**6

@@ -31,7 +31,8 @@ from graftune.session.session import Session
 from graftune.settings import auto
 from graftune.settings.config import Config
 from graftune.settings.sections import LoraConfig
-from graftune.weights.adapter import Adapter, load_adapter, place_adapter
+from graftune.weights.adapter import load_adapter
+from graftune.weights.adapter_fit import Adapter, place_adapter
 from graftune.weights.base import Base, open_base, with_new_tokens
 from graftune.weights.model import hf_config
 from graftune.weights.placement import (

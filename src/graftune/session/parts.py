@@ -40,7 +40,7 @@ from graftune.step.pipeline import Pipeline, pipeline_for
 from graftune.step.step import Step
 from graftune.tokenizer import Tokenizer
 from graftune.weights import checkpoint
-from graftune.weights.adapter import save_adapter
+from graftune.weights.adapter import adapter_tensors, write_adapter
 from graftune.weights.base import Base
 from graftune.weights.checkpoint import Progress
 from graftune.weights.load import build_decoder
@@ -352,8 +352,9 @@ class Parts:
     def read_state(self, folder: Path) -> tuple[int, DataPosition]:
         """Fill the arena and the step from what `write_state` wrote. Returns the steps taken and the position in the
         data."""
+        checkpoint.check_whole(folder)
         _, identity = checkpoint.read_state(folder)
-        progress = checkpoint.load(folder, self.arena, scaler=self.step.scaler)
+        progress = checkpoint.load(folder, self.arena, self.step.scaler)
         self.step.count.fill_(progress.updates)
         return progress.step, DataPosition(progress.epoch, progress.epoch_step, str(identity.get("examples", "")))
 
@@ -366,7 +367,7 @@ class Parts:
             "append_eos": data.append_eos,
             "revision": self.config.base.revision,
         }
-        save_adapter(folder, self.arena, self.lora, self.base, tables, facts)
+        write_adapter(folder, adapter_tensors(self.arena, self.base, tables), self.lora, self.base, facts)
 
     def _table(self, name: str) -> torch.Tensor:
         """Read the embedding or head from the file, as products see it: it need not be on the device, and if it is

@@ -74,7 +74,7 @@ class Checkpoints(Hook):
                 fix=f"give more, or take an earlier state as in {state.folder}@best with chat, eval or export",
             )
         parts = state.parts
-        state.progress = checkpoint.load(found, parts.arena, self.identity, parts.step.scaler, checked=True)
+        state.progress = checkpoint.load(found, parts.arena, parts.step.scaler)
         parts.step.count.fill_(state.progress.updates)
         self.saved = self.tried = state.progress.step
         if found == checkpoint.latest(self.folder):  # or it might be the one that is one too many
@@ -92,7 +92,8 @@ class Checkpoints(Hook):
                 where=str(self.folder),
                 fix="restore it, or start a new run",
             )
-        checkpoint.read_weights(best, state.parts.arena)
+        state.parts.arena.weights.copy_(checkpoint.weights_of(best))
+        state.parts.arena.publish()
         state.report.console.note(f"keeping step {p.best_step}, the best on validation")
 
     def lost(self, state: RunState) -> str:

@@ -52,7 +52,8 @@ from graftune.training.reserve import Reserver, left_by_others
 from graftune.training.resume import stretched, with_full_paths
 from graftune.training.run import PreparedRun
 from graftune.training.samples import Questions
-from graftune.weights.adapter import Adapter, load_adapter
+from graftune.weights.adapter import load_adapter
+from graftune.weights.adapter_fit import Adapter
 from graftune.weights.base import Base, open_base, with_new_tokens
 
 PLANNED_ON = ("cuda", "cpu")  # kinds of devices

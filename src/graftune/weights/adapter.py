@@ -14,7 +14,6 @@ import json
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from graftune.model.spec import ModelSpec
 from graftune.settings.sections import LoraConfig
 from graftune.settings.targets import is_target, ordered_targets
 from graftune.weights import experts, names, rows, safetensors_io
-from graftune.weights.adapter_fit import TABLES, Adapter, fitted, place_adapter
+from graftune.weights.adapter_fit import TABLES, Adapter
 from graftune.weights.apr import load_apr
 from graftune.weights.base import Base
 from graftune.weights.finite import is_finite
@@ -36,18 +35,6 @@ from graftune.weights.names import NamingScheme
 from graftune.weights.opening import read_json, sensible
 from graftune.weights.uniform_rank import with_uniform_rank
 
-__all__ = [
-    "CONFIG",
-    "TENSORS",
-    "Adapter",
-    "adapter_tensors",
-    "fitted",
-    "is_adapter",
-    "load_adapter",
-    "place_adapter",
-    "save_adapter",
-    "write_adapter",
-]
 NAMINGS = ("checkpoint", "text", "multimodal")  # of an adapter's tensors
 CONFIG, TENSORS, OWN_FACTS = "adapter_config.json", "adapter_model.safetensors", "graftune.json"
 # PEFT options that change what the adapter computes and that this engine does not have.
@@ -79,31 +66,9 @@ def is_adapter(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
-def adapter_scheme(base: Base, naming: str) -> NamingScheme:
-    """How an adapter of this base names its tensors: as the class of the text model has them, as that of the
-    text-and-vision model, or (`checkpoint`) as the one of the two that the base's configuration is of."""
-    multimodal = base.multimodal if naming == "checkpoint" else naming == "multimodal"
-    return names.MULTIMODAL if multimodal else names.TEXT
-
-
-def save_adapter(
-    folder: Path,
-    arena: Arena,
-    lora: LoraConfig,
-    base: Base,
-    embedding_rows: dict[str, torch.Tensor],
-    facts: Mapping[str, Any] = MappingProxyType({"template": "auto", "append_eos": False, "revision": ""}),
-) -> None:
-    """Write into a fresh folder beside the target, then swap: a reader finds the old adapter or the new one.
-
-    `facts` are the template, append_eos and revision it was trained with. `embedding_rows` holds, for added tokens,
-    the base's own table(s) by name, ahead of the trained rows.
-    """
-    write_adapter(folder, adapter_tensors(arena, base, embedding_rows), lora, base, facts)
-
-
 def adapter_tensors(arena: Arena, base: Base, embedding_rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the arena trains, by our names; rows of new tokens behind the base's own table."""
+    """What the arena trains, by our names. `embedding_rows`: for added tokens, the base's own table(s) by name, which
+    go ahead of the trained rows."""
     tensors: dict[str, torch.Tensor] = {}
     for name in arena.slots:
         value = arena.view(name, arena.weights)
@@ -126,14 +91,18 @@ def write_adapter(
     facts: Mapping[str, Any],
     naming: str = "checkpoint",
 ) -> None:
-    """Tensors by our names, as the engine has them; what is at `folder` gives way if it is an adapter. `naming` is one
-    of NAMINGS."""
+    """Write tensors by our names, as the engine has them, into a fresh folder beside the target, then swap: a reader
+    finds the old adapter or the new one. What is at `folder` gives way if it is an adapter. `facts` are the template,
+    append_eos and revision it was trained with. `naming` (one of NAMINGS): the tensors are named as the class of the
+    text model has them, as that of the text-and-vision model, or (`checkpoint`) as the one of the two that the base's
+    configuration is of."""
     if folder.exists() and not is_adapter(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise GraftuneError("is in use for something else", where=str(folder), fix="save the adapter to a new folder")
     shifts = {name: base.spec.norm_offset(name) for name in tensors}
     tensors = {name: t - shifts[name] if shifts[name] else t for name, t in tensors.items()}
     tensors = {name: rows.adapter_to_file(t, "folder", base.spec, name) for name, t in tensors.items()}
-    scheme = adapter_scheme(base, naming)
+    multimodal = base.multimodal if naming == "checkpoint" else naming == "multimodal"
+    scheme = names.MULTIMODAL if multimodal else names.TEXT
     whole = [name.removesuffix(".weight") for name in tensors if ".lora_" not in name]
     stored = experts.adapters_to_peft(tensors)
     with new_folder(folder) as aside:

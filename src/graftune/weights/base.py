@@ -25,9 +25,9 @@ from graftune.model.spec import ModelSpec
 from graftune.settings.recognise import default_base
 from graftune.weights import experts, hub, names, safetensors_io
 from graftune.weights import rows as rows_
-from graftune.weights.carried import CarriedTensor
 from graftune.weights.names import NamingScheme
 from graftune.weights.opening import read_json, sensible
+from graftune.weights.safetensors_io import CarriedTensor
 
 PREDICTION = "mtp."  # a folder's blocks that predict further tokens
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 
 from graftune.errors import GraftuneError
 from graftune.io.files import OLD, PART, new_folder, remove, remove_at_once
@@ -204,27 +205,15 @@ def check_place(path: Path, place: Progress, epoch_steps: Sequence[int]) -> None
         raise _damaged(path, f"it gives {where}, which this run does not have")
 
 
-def load(
-    path: Path,
-    arena: Arena,
-    identity: Identity | None = None,
-    scaler: Scale | None = None,
-    *,
-    checked: bool = False,
-) -> Progress:
-    """Fills the arena (and the loss scale, where one was saved) and returns the Progress. With `identity`, a checkpoint
-    of another run is refused. `checked`: its digest has just been compared."""
+def load(path: Path, arena: Arena, scaler: Scale | None = None) -> Progress:
+    """Fills the arena (and the loss scale, where one was saved) from a checkpoint that `check_whole` has accepted, and
+    returns the Progress."""
+    progress, _ = read_state(path)
     try:
-        progress, stored = read_state(path)
-        check_identity(identity or {}, stored, path.parent.parent)
-        if not checked:
-            _check_tensors(path)
-        tensors = _tensors(path)
+        tensors = safetensors_io.load(path / TENSORS)
         buffers = [(tensors[name], buffer) for name, buffer in _buffers(arena).items()]
-    except GraftuneError:
-        raise
-    except _UNREADABLE as error:
-        raise _damaged(path, error) from None
+    except (GraftuneError, KeyError) as error:
+        raise _damaged(path, getattr(error, "what", error)) from None
     if any(tensor.shape != buffer.shape for tensor, buffer in buffers):
         raise GraftuneError("this checkpoint holds other adapters", where=str(path), fix="resume with its own config")
     if scaler is not None and "loss_scale" in tensors:
@@ -258,8 +247,7 @@ def check_identity(now: Identity, stored: Identity, folder: Path) -> None:
 
 def _check_settings(now: Identity, stored: Identity, folder: Path) -> None:
     for name in now.keys() & stored.keys():
-        had = stored[name].partition(":")[0] if name == "device" and isinstance(stored[name], str) else stored[name]
-        if json.loads(json.dumps(now[name])) != had:
+        if json.loads(json.dumps(now[name])) != stored[name]:
             raise GraftuneError(
                 f"{name} was {stored[name]!r} when the run started, and config.yaml now has {now[name]!r}",
                 where=str(folder),
@@ -267,21 +255,14 @@ def _check_settings(now: Identity, stored: Identity, folder: Path) -> None:
             )
 
 
-def read_weights(path: Path, arena: Arena) -> None:
-    """Reads the trained weights alone, for the best checkpoint at the end of a run."""
+def weights_of(path: Path) -> torch.Tensor:
+    """The trained weights alone. A checkpoint that has been deleted raises FileNotFoundError."""
+    (path / TENSORS).stat()
     try:
-        held = safetensors_io.open_shard(path / TENSORS)
-    except GraftuneError as error:
-        raise _damaged(path, error.what) from None
-    arena.weights.copy_(held.get_tensor("weights"))
-    arena.publish()
-
-
-def _tensors(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        return safetensors_io.load(path / TENSORS)
-    except GraftuneError as error:
-        raise _damaged(path, error.what) from None
+        weights: torch.Tensor = safetensors_io.open_shard(path / TENSORS).get_tensor("weights")
+    except (GraftuneError, SafetensorError) as error:
+        raise _damaged(path, getattr(error, "what", error)) from None
+    return weights
 
 
 def _buffers(arena: Arena) -> dict[str, torch.Tensor]:
@@ -289,9 +270,7 @@ def _buffers(arena: Arena) -> dict[str, torch.Tensor]:
 
 
 def _damaged(path: Path, why: object) -> DamagedCheckpoint:
-    return DamagedCheckpoint(
-        f"this checkpoint is damaged ({why})", where=str(path), fix="delete it to use an earlier one"
-    )
+    return DamagedCheckpoint(f"this checkpoint is damaged ({why})", where=str(path), fix="take an earlier one")
 
 
 def prune(root: Path, keep_last: int, best_step: int) -> None:

@@ -1,6 +1,10 @@
 """Reads sharded safetensors as row sources, and writes a file so that a crash leaves the old one or the new one.
 
 The safetensors package maps the file and checks its header; a tensor is read in slices straight from the map.
+
+A `CarriedTensor` is never loaded: it goes from a base's files into an export byte for byte. The vision tower of a
+text-and-vision checkpoint is one, and so are the blocks that predict further tokens (`mtp.*`, GGUF's
+`nextn_predict_layers`): other programs need them, and training the text model changes none of them.
 """
 
 from __future__ import annotations
@@ -8,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +24,10 @@ from safetensors.torch import save_file
 
 from graftune.errors import GraftuneError
 from graftune.io.files import check_plain, new_file
-from graftune.weights.carried import CarriedTensor
 from graftune.weights.opening import read_json
 
 MOST_DIMENSIONS = 8
+PIECE_BYTES = 8 << 20  # of a carried tensor, copied at once
 _SIZES = {"BF16": 2, "F16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I64": 8, "F64": 8}
 
 
@@ -52,6 +56,23 @@ class SafetensorsTensor:
 
     def values(self) -> torch.Tensor:
         return self.shard.get_tensor(self.name)
+
+
+@dataclass(frozen=True)
+class CarriedTensor:
+    """A tensor as bytes of a mapped file. The dtype need not be one that torch knows."""
+
+    shape: tuple[int, ...]
+    dtype_name: str
+    data: np.ndarray[Any, Any]  # uint8, a view of the map: nothing is read until it is copied
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def pieces(self) -> Iterator[memoryview]:
+        for start in range(0, self.nbytes, PIECE_BYTES):
+            yield self.data[start : start + PIECE_BYTES].data
 
 
 def carried(tensors: Mapping[str, SafetensorsTensor]) -> dict[str, CarriedTensor]:

@@ -22,8 +22,8 @@ from graftune.kernels.gguf_dequant import KINDS, dequantise
 from graftune.kernels.gguf_dequant.reference import PLAIN
 from graftune.model.frozen import BlockSource, RowSource
 from graftune.weights import safetensors_io
-from graftune.weights.carried import CarriedTensor
 from graftune.weights.gguf_quant import quantise
+from graftune.weights.safetensors_io import CarriedTensor
 
 PIECE_BYTES = 8 << 20  # fp32 bytes of a weight that exist at once
 
