@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 import graftune
-from graftune.cli import main, train_page
+from graftune.cli import main
+from graftune.cli import watch as page_process
 from graftune.observe.console import Console
 from graftune.observe.profile import Profile, Span, StepSample
 from graftune.spans import Name
@@ -47,7 +48,7 @@ def test_runs_are_listed_for_people_and_programs(tmp_path: Path, capsys: Capture
 
 
 def test_quiet_output_has_the_address(capsys: Capture) -> None:
-    page: Any = train_page.TrainingPage("runs", Console(quiet=True))
+    page: Any = page_process.TrainingPage("runs", Console(quiet=True))
     page.process = SimpleNamespace(stdout=io.StringIO("http://127.0.0.1:1/\n"))
     page._print_address()
     assert capsys.readouterr().err == "http://127.0.0.1:1/\n"
@@ -82,7 +83,7 @@ def test_train_opens_a_page_beside_itself(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """The real process, which imports no torch; the training is a stand-in."""
-    monkeypatch.setattr(train_page, "PORT", 0)
+    monkeypatch.setattr(page_process, "PORT", 0)
     finished = engine.train
     run, shown = write_run(tmp_path / "runs" / "mine", start(3), step(1)), list[dict[str, Any]]()
 

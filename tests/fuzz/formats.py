@@ -22,8 +22,8 @@ import torch
 from safetensors.torch import save
 
 from graftune.cli.run_summary import run_summary
+from graftune.dashboard.log import series
 from graftune.dashboard.runs import WatchedRun
-from graftune.dashboard.series import series
 from graftune.data import cached, find, readers, source
 from graftune.data.dataset import _Texts
 from graftune.data.encoded import Examples

@@ -129,7 +129,7 @@ def test_an_export_is_what_the_run_would_have_left(run: Path, tmp_path: Path) ->
     kept = ("base_name", "base_sha256", "template", "append_eos", "revision")
     assert [getattr(ours, name) for name in kept] == [getattr(theirs, name) for name in kept]
     assert (made / "chat_template.jinja").read_text() == (run / "adapter" / "chat_template.jinja").read_text()
-    with pytest.raises(GraftuneError, match="step-6: the adapter also holds embed_tokens.weight"):
+    with pytest.raises(GraftuneError, match=r"step-6: the adapter also holds embed_tokens.weight"):
         export(best, "peft", out=str(tmp_path / "sum"), add=[f"{run}@step-2=-1"], console=QUIET)
     assert export(f"{run}@step-2", "apr", console=QUIET).path == run / "export" / "run-step-2.apr"
 

@@ -95,7 +95,7 @@ def _engine(config: Config, console: Console, resume: str | None, overrides: dic
 
     if not watch:
         return api.train(config, console=console, resume=resume, overrides=overrides)
-    from graftune.cli.train_page import TrainingPage
+    from graftune.cli.watch import TrainingPage
 
     folder = Path(resume or config.run.out or "runs/new").resolve()
     # The page shows all runs of the default folder; next to a folder of the user's choice there may be a whole disk.

@@ -1,16 +1,29 @@
-"""graftune watch: a page that shows runs while they train, and after."""
+"""graftune watch: a page that shows runs while they train, and after.
+
+train --watch serves the same page in a separate process, for as long as the training goes on: in the training process
+it would compete for the interpreter. It shows the folder that contains the run, so that runs can be compared; it starts
+with the run's first event, and ends with the training. If the training is killed, the page stays for a while to show
+that.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
-from typing import Annotated
+import threading
+import time
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from graftune.cli.settings import Count, Switch, in_range
+from graftune.errors import GraftuneError
 from graftune.observe.console import Console
 
 PORT = 8472
+STAYS = 60.0  # seconds after the training was killed
 
 
 def watch(
@@ -54,3 +67,61 @@ def watch(
     print(page.address, file=sys.stderr, flush=True)
     page.run()
     return 0
+
+
+class TrainingPage:
+    """A callback of `train` that opens the page with the first event."""
+
+    def __init__(self, folder: str, console: Console):
+        self._folder, self._console = folder, console
+        self.process: subprocess.Popen[str] | None = None
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        if self.process is None:
+            command = [sys.executable, "-m", "graftune.cli.watch", self._folder, str(PORT)]
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True
+            )
+            threading.Thread(target=self._print_address, daemon=True).start()
+
+    def _print_address(self) -> None:
+        assert self.process is not None and self.process.stdout is not None
+        address = self.process.stdout.readline().strip()
+        if address and self._console.quiet:
+            print(address, file=sys.stderr, flush=True)  # as `watch --quiet` does
+        elif address:
+            self._console.note(f"watch it at {address}")
+        else:
+            self._console.warn("the page could not be opened; the training goes on without it")
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()  # it has nothing to save
+            self.process.wait()
+
+
+def main(folder: str, port: str) -> int:
+    """Runs in the process of the page of train --watch."""
+    from graftune.dashboard.runs import open_runs
+    from graftune.dashboard.serving import Page, token_for
+
+    token = token_for("127.0.0.1", False, lambda: True)
+    try:
+        page = Page(open_runs(folder), host="127.0.0.1", port=int(port), token=token)
+    except GraftuneError:  # the port is taken
+        page = Page(open_runs(folder), host="127.0.0.1", port=0, token=token)
+    print(page.address, flush=True)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    page.run()
+    return 0
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    time.sleep(STAYS)
+    signal.raise_signal(signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -18,15 +18,19 @@ from itertools import chain
 from operator import lt
 from typing import Any
 
+import numpy as np
+
 from graftune.dashboard.line_reader import LineReader
 from graftune.io.json_file import no_collections
-from graftune.observe.events import MOST_CURVES, Event, number, parsed, plain, step_of
+from graftune.observe.downsample import downsampled, numbers
+from graftune.observe.events import MOST_CURVES, NOT_CURVES, Event, number, parsed, plain, step_of
 
 # The events that the views show.
 KINDS = (
     "run_start", "resume", "extend", "eval", "sample", "answers", "warning", "memory", "routing", "profile", "run_end",
 )  # fmt: skip
 MOST_EVENTS = 5000  # of each kind
+MOST_POINTS = 20_000  # of a curve that is asked for
 
 
 def _events(piece: bytes) -> Sequence[Event | None]:
@@ -120,3 +124,24 @@ class Log(LineReader):
         del self.steps[end:]
         for column in self.values.values():
             del column[end:]
+
+
+def series(log: Log, names: Sequence[str], points: int, first: int | None, last: int | None) -> dict[str, Any]:
+    """The curves of a run, or of a part of it: the named numbers of the steps from `first` to `last`, at `points` places
+    or fewer; without names all curves."""
+    steps = np.frombuffer(log.steps, np.int64) if len(log.steps) else np.empty(0, np.int64)
+    start = 0 if first is None else int(np.searchsorted(steps, first, "left"))
+    end = len(steps) if last is None else int(np.searchsorted(steps, last, "right"))
+    chosen = [name for name in names if name in log.values]
+    chosen = chosen if names else [name for name in log.values if name not in NOT_CURVES]
+    columns = {name: np.frombuffer(log.values[name], np.float64)[start:end] for name in chosen} if len(steps) else {}
+    shown, values = downsampled(steps[start:end], columns, max(4, min(points, MOST_POINTS)), means=("loss",))
+    return {
+        "names": chosen,
+        "available": list(log.values),
+        "steps": shown.tolist(),
+        "values": {name: numbers(column) for name, column in values.items()},
+        "last": log.steps[-1] if len(log.steps) else 0,
+        "count": max(0, end - start),
+        "offset": log.offset,
+    }

@@ -1,6 +1,8 @@
 """The page's server: its addresses and their answers.
 
-Everything under /api is JSON or a stream of server-sent events; the rest are the files of the page. Names of runs come
+Everything under /api is JSON or a stream of server-sent events; the rest are the files of the page, built once and
+served from memory: its HTML, one style sheet, the script of its head and the script of its views, each joined from the
+files in static/ (observe/page_files.py); views with charts also load uPlot. Names of runs come
 from the address undecoded (a slash within one is %2F), and are looked up among the runs that were found: no path is
 ever made of them. Work that takes longer than a moment runs in a thread, so that streams go on meanwhile.
 """
@@ -12,6 +14,7 @@ import contextlib
 import json
 import threading
 from collections.abc import AsyncIterator, Callable
+from functools import cache
 from urllib.parse import unquote
 
 from starlette.applications import Starlette
@@ -21,19 +24,36 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from graftune.dashboard import assets, streams
+from graftune.dashboard import streams
 from graftune.dashboard.chat import Chat, find_run
+from graftune.dashboard.log import series
 from graftune.dashboard.preview import Previews
 from graftune.dashboard.reading import read_bytes
 from graftune.dashboard.runs import Runs, WatchedRun
 from graftune.dashboard.security import HEADERS, AccessCheck
-from graftune.dashboard.series import series
 from graftune.dashboard.views import PROFILE, details
 from graftune.errors import GraftuneError
 from graftune.observe.events import plain
+from graftune.observe.page_files import asset, joined_script, joined_style
 
 VIEWS = ("series", "events", "preview", "profile")
 LARGEST_PROFILE = 4 << 20  # bytes
+HTML, CSS, JS, SVG = "text/html", "text/css", "text/javascript", "image/svg+xml"
+
+
+@cache
+def assets() -> dict[str, tuple[str, str]]:
+    """Text and media type, by the path of their address. Only these are served: no name from an address is ever joined
+    to a path."""
+    # The script of the head runs before the first paint, and requests data before the styles are loaded.
+    return {
+        "/": (asset("index.html"), HTML),
+        "/static/page.css": (joined_style(), CSS),
+        "/static/head.js": (asset("early.js") + asset("theme.js"), JS),
+        "/static/page.js": (joined_script("main"), JS),
+        "/static/uPlot.js": (asset("uPlot.iife.min.js"), JS),
+        "/static/icon.svg": (asset("icon.svg"), SVG),
+    }
 
 
 class Server:
@@ -110,7 +130,7 @@ def application(runs: Runs, *, host: str = "127.0.0.1", token: str = "", device:
     server = Server(runs, device)
     app = Starlette(
         routes=[
-            *(Route(path, assets.answer) for path in assets.assets()),
+            *(Route(path, _asset) for path in assets()),
             Route("/api/runs", server.list_runs),
             Route("/api/events", server.list_events),
             Route("/api/chat", server.ask, methods=["POST"]),
@@ -122,6 +142,11 @@ def application(runs: Runs, *, host: str = "127.0.0.1", token: str = "", device:
     )
     app.state.server = server
     return app
+
+
+async def _asset(request: Request) -> Response:
+    content, media_type = assets()[request.scope["path"]]
+    return Response(content, media_type=media_type)
 
 
 def _json(document: object) -> Response:

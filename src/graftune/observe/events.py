@@ -162,7 +162,7 @@ def standing(events: list[Event]) -> list[Event]:
 
 
 def sample_rows(events: list[Event]) -> list[dict[str, Any]]:
-    """Answers to the run's prompts, one row per prompt and step. The base answers at step 0, or at the end. Answers
+    """Answers to the run's prompts, one row per prompt and step. Those of step 0 are the base's. Answers
     that were generated for the score alone are left out."""
     prompts: list[Any] = []
     references: list[Any] = []
@@ -176,7 +176,7 @@ def sample_rows(events: list[Event]) -> list[dict[str, Any]]:
         if isinstance(event.get("prompts"), list):
             prompts = event["prompts"]
             references = event["references"] if isinstance(event.get("references"), list) else []
-        if step == 0 or event.get("who") == "base":
+        if step == 0:
             base = answers
         else:
             by_step[step] = answers

@@ -7,23 +7,32 @@
 
 Evaluations, checkpoints, checks of the numbers and trackers are the hooks of every run. A round is one or several
 steps; one in which every group's rewards are equal changes nothing, and its steps are counted all the same.
+
+An evaluation samples one answer to each held-out prompt, before the first step, every `eval_every` steps, after each
+epoch and at the end. Answers are sampled as in training: the reward is the one that is trained. It chooses the best
+checkpoint and the early stop.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from graftune.data.prompts import PromptRow
 from graftune.observe.console import Console
 from graftune.observe.events import Event
 from graftune.rl import rounds
-from graftune.rl.held_out import HeldOut
 from graftune.rl.prepare import PreparedRl
-from graftune.rl.rounds import Round, RoundPlan
+from graftune.rl.rewards import Rewarded, Rewards
+from graftune.rl.rounds import Round, RoundPlan, answer_figures
+from graftune.session import Sample, Session
+from graftune.step.evaluate import EvalResult
 from graftune.step.pipeline import Figures
 from graftune.step.schedule import learning_rate
+from graftune.training.evaluation import Evaluation
 from graftune.training.guard import Guard
 from graftune.training.hooks import Hook, RunState
 from graftune.training.resume import write_start
@@ -33,6 +42,7 @@ from graftune.weights import checkpoint
 
 # Logged with the first update of a round only, since they add up.
 ONCE = ("sample_s", "reward_s", "skipped_groups", "reward_failed")
+REWARD = "reward"
 PHASES = {"sample_s": "sampling", "reward_s": "rewards", "train_s": "training"}
 
 
@@ -151,3 +161,54 @@ class PhaseTimes(Hook):
     def _add(self, facts: dict[str, Any]) -> None:
         for name in (*PHASES, "skipped_groups", "reward_failed"):
             self.sums[name] += facts.get(name) or 0
+
+
+class HeldOut(Evaluation):
+    def __init__(self, session: Session, prompts: Sequence[PromptRow], rewards: Rewards):
+        super().__init__(())
+        self.session, self.prompts, self.rewards, self.name = session, prompts, rewards, REWARD
+
+    def run(self, state: RunState) -> None:
+        p, report, settings = state.progress, state.report, state.config.rl
+        report.phase("evaluating")
+        with (
+            report.console.working(f"answering {len(self.prompts)} held-out prompts"),
+            state.pausing_steps("evaluate"),
+            state.stop.interruptible(),
+        ):
+            groups = self.session.sample(
+                [prompt.messages for prompt in self.prompts],
+                max_new_tokens=settings.answer_tokens,
+                temperature=state.config.train.temperature,
+                seed=state.config.train.seed,
+                logprobs=False,
+            )
+        answers = [group[0] for group in groups]
+        rewarded = self.rewards(self.prompts, [[answer.text] for answer in answers], state.check_stop)
+        figures = answer_figures(answers, rewarded)
+        self._report(state, answers, rewarded, figures)
+        p.last_eval = p.step
+        self._choose(state, None, figures.get(REWARD), int(figures.get("reward_failed", 0)))
+        result = EvalResult(math.nan, None, sum(len(answer.tokens) for answer in answers), len(answers))
+        for hook in state.hooks:
+            hook.evaluated(state, result)
+        state.check_stop()
+
+    def close(self, state: RunState) -> None:
+        self.rewards.close()
+
+    def _report(
+        self, state: RunState, answers: Sequence[Sample], rewarded: Rewarded, figures: dict[str, float]
+    ) -> None:
+        p, report = state.progress, state.report
+        facts: dict[str, Any] = {"metric_records": len(answers)}
+        if problems := list(rewarded.problems.values()):
+            facts |= {"metric_failed": int(figures["reward_failed"]), "metric_error": problems[0]}
+            report.warn(f"held-out prompts at step {p.step}: {'; '.join(problems)}", p.step)
+        report.log.emit("eval", step=p.step, epoch=p.epoch, loss=None, metrics=figures, **facts)
+        shown = ", ".join(f"{name.replace('_', ' ')} {round(value, 3):,}" for name, value in figures.items())
+        report.console.note(f"held-out prompts at step {p.step}: {shown}")
+        few = state.config.run.samples
+        if few:
+            texts = {"prompts": [prompt.asked for prompt in self.prompts[:few]], "references": []}
+            report.log.emit("sample", step=p.step, answers=[one.text for one in answers[:few]], shown=few, **texts)
