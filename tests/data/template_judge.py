@@ -29,6 +29,8 @@ from graftune.tokenizer import ChatTemplate, Tokenizer
 from tests.data.generated import BEFORE, EXTRA_CONTROL, TAGS, Message, Spec
 from tests.data.helpers import tokenizer
 
+REASONING = ("reasoning_content", "reasoning", "thinking")  # the names under which records have it
+
 
 class Verdict(NamedTuple):
     kind: str  # right | noted | refused | wrong | silent | needless
@@ -166,7 +168,7 @@ def as_wanted(spec: Spec, messages: list[Message]) -> list[Message]:
                 {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
                 for call in message["tool_calls"]
             ]
-        why = next((message[key] for key in ("reasoning_content", "reasoning", "thinking") if key in message), None)
+        why = next((message[key] for key in REASONING if key in message), None)
         if why is not None and spec.field != "none":
             message[spec.key] = why
     if spec.system == "refused" and made[0]["role"] == "system":
@@ -228,7 +230,7 @@ def _lost_tags(source: str, messages: list[Message], tools: Any, run: Trained) -
 def _author_texts(message: Message) -> Iterator[str]:
     if message["role"] != "assistant":
         return
-    for key in ("content", "reasoning_content", "reasoning", "thinking"):
+    for key in ("content", *REASONING):
         if (message.get(key) or "").strip():
             yield message[key].strip()
             yield from (part for part in re.findall(r"w\d+q\d+", message[key]))
@@ -237,7 +239,8 @@ def _author_texts(message: Message) -> Iterator[str]:
 
 
 def _renderings(source: str, messages: list[Message], tools: Any) -> Iterator[str | None]:
-    """The conversation up to each answer, in the forms in which a user of transformers may give it."""
+    """The conversation up to each answer, in the forms in which a user of transformers may give it: reasoning under
+    the name that the template reads, too."""
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -245,11 +248,12 @@ def _renderings(source: str, messages: list[Message], tools: Any) -> Iterator[st
             made = []
             for one in messages[: i + 1]:
                 one = {k: v for k, v in one.items() if k != "weight"}
+                why = next((one[key] for key in REASONING if key in one), "")
+                one |= dict.fromkeys(REASONING, why) if why else {}
                 if one.get("tool_calls"):
                     one["content"] = one["content"] or null
                     one["tool_calls"] = [_call_as(call, arguments) for call in one["tool_calls"]]
                 if parts in ("all", one["role"]):
-                    why = next((one[key] for key in ("reasoning_content", "reasoning", "thinking") if key in one), "")
                     thinking = [{"type": "thinking", "thinking": why}] if why else []
                     some = one["content"] or one["role"] == "system"
                     text = [{"type": "text", "text": one["content"]}] if some else []
