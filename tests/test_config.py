@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from graftune.errors import GraftuneError
 from graftune.io.yaml_file import parse_yaml
-from graftune.settings.config import Config, Leaf, flatten, leaves
+from graftune.settings.config import Config, flatten, leaves
 from graftune.settings.sections import Resume
 from graftune.settings.targets import PROJECTIONS, expand_targets
-from graftune.settings.values import number_or_auto
+from graftune.settings.values import Leaf, number_or_auto
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -223,10 +223,8 @@ def test_replace_checks_too() -> None:
 
 
 def _values(leaf: Leaf) -> st.SearchStrategy[Any]:
-    """Values inside the leaf's range, read off the same metadata that the checks read."""
-    section = typing.get_type_hints(Config)[leaf.section]
-    meta = next(f for f in dataclasses.fields(section) if f.name == leaf.name).metadata
-    low, high, above = meta["min"], meta["max"], meta["above"]
+    """Values inside the leaf's range."""
+    low, high, above = leaf.min, leaf.max, leaf.above
     if leaf.name == "targets":
         return st.lists(st.sampled_from([*PROJECTIONS, "qv", "mlp"]), min_size=1).map(tuple)
     if typing.get_origin(leaf.type) is Literal:

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from graftune.settings.config import Leaf, leaves
+from graftune.settings.config import leaves
 from graftune.settings.sources import DataValue
-from graftune.settings.values import number_or_auto
+from graftune.settings.values import Leaf, number_or_auto
 
 SETTINGS = Path(__file__).resolve().parents[1] / "src" / "graftune" / "settings" / "keywords.py"
 HEADER = '''"""The settings as keyword arguments, for type checkers and completion.

@@ -338,7 +338,6 @@ def test_another_gpu_is_the_same_kind_of_device(finished: Path, tmp_path: Path) 
     assert resume.stored_config(run, {"device": "cuda:0"}).base.device == "cuda:0"
     with pytest.raises(GraftuneError, match="device was 'cuda:1' in this run and is 'cpu' now"):
         resume.stored_config(run, {"device": "cpu"})
-    checkpoint.check_identity({"settings": {"device": "cuda"}}, {"settings": {"device": "cuda:1"}}, run)
 
 
 DECIDES: dict[str, Any] = {

@@ -17,7 +17,7 @@ from graftune.observe.events import evals, read_events
 from graftune.session.text import Sample
 from graftune.settings.config import Config
 from graftune.training.evaluation import is_better
-from graftune.training.metric import Asked, Metric, check_metric
+from graftune.training.metric import Metric, Question, check_metric
 from graftune.weights.checkpoint import Progress
 from tests.training.test_loop import settings
 
@@ -115,7 +115,7 @@ def test_a_mean_over_the_easy_answers_does_not_win(tiny_folder, tmp_path: Path, 
 
 def scores_of(metric: str, answers: list[str], seconds: float = 10.0) -> Any:
     config = Config.of({"metric": metric, "metric_seconds": seconds})
-    asked = [Asked("prompt", [1], "good", row) for row in range(1, len(answers) + 1)]
+    asked = [Question("prompt", [1], "good", row) for row in range(1, len(answers) + 1)]
     made = Metric(config, asked, ())
     try:
         return made.scores([Sample(answer, [], None, "stop") for answer in answers])

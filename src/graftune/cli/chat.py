@@ -12,11 +12,12 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from graftune.cli.settings import Count, Switch, in_range, takes
+from graftune.cli.settings import Count, Switch, takes
 from graftune.cli.talk import Talk, converse
 from graftune.cli.target import open_target
 from graftune.errors import GraftuneError
 from graftune.observe.console import Console
+from graftune.settings.values import check_range
 
 # Settings of data that have no meaning for a conversation.
 NOT_CHATTED = (
@@ -40,11 +41,11 @@ class SamplingFlags:
     "Longest answer, in tokens."
 
     def check(self) -> None:
-        in_range("--temperature", self.temperature, at_least=0, at_most=100)
-        in_range("--top-k", self.top_k, at_least=0)
-        in_range("--top-p", self.top_p, above=0, at_most=1)
-        in_range("--seed", self.seed, at_least=0)
-        in_range("--max-new-tokens", self.max_new_tokens, at_least=1)
+        check_range("--temperature", self.temperature, 0, 100)
+        check_range("--top-k", self.top_k, 0)
+        check_range("--top-p", self.top_p, most=1, above=0)
+        check_range("--seed", self.seed, 0)
+        check_range("--max-new-tokens", self.max_new_tokens, 1)
 
 
 @takes("base", "data", omit=NOT_CHATTED)

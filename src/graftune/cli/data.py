@@ -11,9 +11,10 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from graftune.cli.settings import Count, Switch, given, in_range, loaded, looked_at, positional, takes
+from graftune.cli.settings import Count, Switch, given, loaded, looked_at, positional, takes
 from graftune.observe.console import Console
 from graftune.settings.config import Config
+from graftune.settings.values import check_range
 
 
 @takes(
@@ -58,7 +59,7 @@ def data(
     json
         Print counts, every row left out and the preview as one JSON document to stdout.
     """
-    in_range("--show", show, at_least=0)
+    check_range("--show", show, 0)
     console = Console(json=json)
     flags = positional(given(settings), data=[data, *more] if more else data)
     whole = looked_at(loaded(config, flags, console))

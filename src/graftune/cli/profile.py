@@ -9,12 +9,13 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from graftune.cli.settings import Count, Switch, given, in_range, loaded, looked_at, positional, takes
+from graftune.cli.settings import Count, Switch, given, loaded, looked_at, positional, takes
 from graftune.errors import GraftuneError
 from graftune.io.files import write_file
 from graftune.observe.console import Console
 from graftune.observe.speed import compared, ms_text
 from graftune.settings.config import Config
+from graftune.settings.values import check_range
 
 SHOWN, SLOWEST = 14, 8  # operations and layers in the tables
 
@@ -54,7 +55,7 @@ def profile(
     quiet
         No notes and no progress.
     """
-    in_range("--steps", steps, at_least=2, at_most=10_000)
+    check_range("--steps", steps, 2, 10_000)
     console = Console(json=json, quiet=quiet)
     flags, folder = given(settings), Path(target) if target else None
     is_run = folder is not None and (folder / "config.yaml").is_file()

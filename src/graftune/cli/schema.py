@@ -5,7 +5,6 @@ Both are printed and nothing is installed: where a shell or an editor wants such
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import typing
 from typing import Any, Literal
@@ -13,9 +12,9 @@ from typing import Any, Literal
 from cyclopts import App
 
 from graftune import __version__
-from graftune.settings.config import Config
+from graftune.settings.config import leaves
 from graftune.settings.sources import KEYS
-from graftune.settings.values import number_or_auto
+from graftune.settings.values import Leaf, number_or_auto
 
 Shell = Literal["bash", "zsh", "fish"]
 
@@ -46,9 +45,11 @@ def completion(app: App, shell: Shell, /) -> int:
 
 def document() -> dict[str, Any]:
     """Describes keys at the top level and under their sections; both are allowed."""
-    hints = typing.get_type_hints(Config)
-    sections = {f.name: _section(hints[f.name]) for f in dataclasses.fields(Config)}
-    flat = {name: value for section in sections.values() for name, value in section["properties"].items()}
+    flat = {leaf.name: _property(leaf) for leaf in leaves()}
+    sections: dict[str, Any] = {}
+    for leaf in leaves():
+        empty = {"type": ["object", "null"], "additionalProperties": False, "properties": {}}
+        sections.setdefault(leaf.section, empty)["properties"][leaf.name] = flat[leaf.name]
     either = {name: {"anyOf": [flat[name], section]} if name in flat else section for name, section in sections.items()}
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
@@ -59,24 +60,14 @@ def document() -> dict[str, Any]:
     }
 
 
-def _section(kind: Any) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind)
-    return {
-        "type": ["object", "null"],
-        "additionalProperties": False,
-        "properties": {f.name: _property(f, hints[f.name]) for f in dataclasses.fields(kind)},
-    }
-
-
-def _property(f: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
-    default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+def _property(leaf: Leaf) -> dict[str, Any]:
     found = {
-        "description": f.metadata["help"],
-        "default": list(default) if isinstance(default, tuple) else default,
-        **_type(f.name, hint),
+        "description": leaf.help,
+        "default": list(leaf.default) if isinstance(leaf.default, tuple) else leaf.default,
+        **_type(leaf.name, leaf.type),
     }
-    limits = {"minimum": "min", "maximum": "max", "exclusiveMinimum": "above"}
-    return found | {key: f.metadata[name] for key, name in limits.items() if f.metadata[name] is not None}
+    limits = {"minimum": leaf.min, "maximum": leaf.max, "exclusiveMinimum": leaf.above}
+    return found | {key: limit for key, limit in limits.items() if limit is not None}
 
 
 def _type(name: str, hint: Any) -> dict[str, Any]:

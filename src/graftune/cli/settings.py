@@ -22,9 +22,9 @@ from graftune.errors import GraftuneError
 from graftune.io.yaml_file import dump_yaml
 from graftune.observe.console import Console
 from graftune.settings import recognise
-from graftune.settings.config import Config, Leaf, leaves
+from graftune.settings.config import Config, leaves
 from graftune.settings.sources import DataValue, entries
-from graftune.settings.values import number_or_auto
+from graftune.settings.values import Leaf, number_or_auto
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -132,25 +132,6 @@ def positional(flags: dict[str, Any], **values: str | list[str]) -> dict[str, An
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def in_range(
-    shown: str,
-    value: float,
-    *,
-    at_least: float | None = None,
-    at_most: float | None = None,
-    above: float | None = None,
-) -> None:
-    """The range check of options that are not settings of a run (sampling, counts)."""
-    bounds = [
-        (f"at least {at_least}", at_least is None or value >= at_least),
-        (f"above {above}", above is None or value > above),
-        (f"at most {at_most}", at_most is None or value <= at_most),
-    ]
-    if not all(holds for _, holds in bounds):
-        wanted = [text for text, _ in bounds if not text.endswith("None")]
-        raise GraftuneError(f"{shown} is {value}", fix=f"it must be {' and '.join(wanted)}")
 
 
 def whole_number(_type: Any, tokens: Sequence[Token]) -> int:

@@ -18,9 +18,10 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from graftune.cli.settings import Count, Switch, in_range
+from graftune.cli.settings import Count, Switch
 from graftune.errors import GraftuneError
 from graftune.observe.console import Console
+from graftune.settings.values import check_range
 
 PORT = 8472
 STAYS = 60.0  # seconds after the training was killed
@@ -53,7 +54,7 @@ def watch(
     quiet
         No notes but the address.
     """
-    in_range("--port", port, at_least=0, at_most=65535)
+    check_range("--port", port, 0, 65535)
 
     from graftune.dashboard.runs import open_runs
     from graftune.dashboard.serving import Page, token_for

@@ -127,8 +127,8 @@ class Log(LineReader):
 
 
 def series(log: Log, names: Sequence[str], points: int, first: int | None, last: int | None) -> dict[str, Any]:
-    """The curves of a run, or of a part of it: the named numbers of the steps from `first` to `last`, at `points` places
-    or fewer; without names all curves."""
+    """The curves of a run, or of a part of it: the named numbers of the steps from `first` to `last`, at `points` or
+    fewer places; without names all curves."""
     steps = np.frombuffer(log.steps, np.int64) if len(log.steps) else np.empty(0, np.int64)
     start = 0 if first is None else int(np.searchsorted(steps, first, "left"))
     end = len(steps) if last is None else int(np.searchsorted(steps, last, "right"))

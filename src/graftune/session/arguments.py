@@ -15,12 +15,13 @@ from graftune.data.row import Refusal
 from graftune.data.turns import Turns, check_turn_media
 from graftune.errors import GraftuneError
 from graftune.losses import Loss
-from graftune.settings.sections import OptimConfig
+from graftune.settings.config import leaves
 from graftune.settings.values import checked
 
 Message = Mapping[str, Any]
 Conversation = list[dict[str, Any]]
-_OPTIM = {field.name: field for field in dataclasses.fields(OptimConfig)}
+# Numbers alone: `auto` is resolved before a step.
+_OPTIM = {leaf.name: dataclasses.replace(leaf, type=float) for leaf in leaves() if leaf.section == "optim"}
 
 
 def kind(value: object) -> str:
@@ -65,7 +66,7 @@ def hyperparameters(given: Mapping[str, float | None]) -> dict[str, float]:
     for name, value in given.items():
         if value is not None:
             plain = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else value
-            found[name] = checked(_OPTIM[name], float, plain, "optim_step")
+            found[name] = checked(_OPTIM[name], plain, "optim_step")
     return found
 
 

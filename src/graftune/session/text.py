@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 
-from graftune.batch import Example
-from graftune.data.encoded import lengths_of, responses_of, take
+from graftune.batch import PLAIN, Example
+from graftune.data.encoded import responses_of, take
 from graftune.data.format import ChatFormat
-from graftune.data.pack import pack
+from graftune.data.pack import bins_in_order, pack
 from graftune.data.roles import with_known_roles
 from graftune.data.row import Refusal
 from graftune.data.template import stop_ids, usable_format
@@ -180,18 +179,12 @@ def logprobs_of(
     parts: Parts, examples: Sequence[Example], capacity: int, adapted: bool, temperature: float = 1.0
 ) -> list[torch.Tensor]:
     """The log-probability of every response token, per example: fp32 on the CPU."""
-    decoder, lengths, found = parts.decoder, lengths_of(examples).tolist(), list[torch.Tensor]()
-    sums = [0, *accumulate(lengths)]
-    start = 0
-    while start < len(lengths):
-        end = start + 1
-        while end < len(lengths) and sums[end + 1] - sums[start] <= capacity:
-            end += 1
-        held = take(examples, range(start, end))
+    decoder, found = parts.decoder, list[torch.Tensor]()
+    for indices in bins_in_order(examples, capacity, PLAIN):
+        held = take(examples, indices)
         batch = pack(held).to(decoder.device)
         run = decoder.begin_batch(batch, parts.eager_attention, adapted=adapted)
         stream = decoder.forward(batch.tokens, run, batch.rows)
         output = decoder.read_out(stream, adapted=adapted, temperature=temperature)
         found += output.log_probs(batch.labels).float().cpu().split(responses_of(held).tolist())
-        start = end
     return found

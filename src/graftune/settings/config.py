@@ -28,13 +28,12 @@ from graftune.settings.sections import (
     DataConfig,
     LoraConfig,
     OptimConfig,
-    Resume,
     RlConfig,
     RunConfig,
     TrainConfig,
 )
 from graftune.settings.targets import SPELLINGS, expand_targets
-from graftune.settings.values import checked, shown
+from graftune.settings.values import Leaf, checked, shown
 
 Note = Callable[[str], None]  # takes a note for the user
 
@@ -57,18 +56,11 @@ class Config:
         values: dict[str, Any] = {}
         for layer in layers:
             values.update(flatten(layer, where, note))
-        return Config(
-            **{
-                name: section(
-                    **{
-                        f.name: _checked(f, _hints(section)[f.name], values[f.name], where)
-                        for f in dataclasses.fields(section)
-                        if f.name in values
-                    }
-                )
-                for name, section in _sections().items()
-            }
-        )
+        given: dict[str, dict[str, Any]] = {name: {} for name in _sections()}
+        for leaf in leaves():
+            if leaf.name in values:
+                given[leaf.section][leaf.name] = _checked(leaf, values[leaf.name], where)
+        return Config(**{name: section(**given[name]) for name, section in _sections().items()})
 
     @staticmethod
     def load(path: str | Path, overrides: dict[str, Any] | None = None, note: Note | None = None) -> Config:
@@ -99,28 +91,15 @@ class Config:
         write_file(path, dump_yaml(self.nested()))
 
 
-@dataclass(frozen=True)
-class Leaf:
-    """One setting, as the command line and the README's table need it."""
-
-    section: str
-    name: str
-    type: Any
-    default: Any
-    help: str
-    resume: Resume
-
-
-def leaves() -> list[Leaf]:
-    return [
-        Leaf(name, f.name, _hints(section)[f.name], _default(f), f.metadata["help"], f.metadata["resume"])
-        for name, section in _sections().items()
-        for f in dataclasses.fields(section)
-    ]
-
-
-def _default(f: dataclasses.Field[Any]) -> Any:
-    return f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+@functools.cache
+def leaves() -> tuple[Leaf, ...]:
+    """Every setting, in the order in which they are declared."""
+    found = []
+    for name, section in _sections().items():
+        hints, default = typing.get_type_hints(section), section()
+        for f in dataclasses.fields(section):
+            found.append(Leaf(name, f.name, hints[f.name], getattr(default, f.name), **f.metadata))
+    return tuple(found)
 
 
 def flatten(tree: dict[str, Any], where: str, note: Note | None = None) -> dict[str, Any]:
@@ -191,19 +170,14 @@ def _known() -> dict[str, str]:
     return {leaf.name: leaf.section for leaf in leaves()}
 
 
-@functools.cache
-def _hints(section: Any) -> dict[str, Any]:
-    return typing.get_type_hints(section)
-
-
-def _checked(f: dataclasses.Field[Any], hint: Any, value: Any, where: str) -> Any:
-    value = checked(f, hint, value, where)
-    if f.name == "targets":
+def _checked(leaf: Leaf, value: Any, where: str) -> Any:
+    value = checked(leaf, value, where)
+    if leaf.name == "targets":
         value = tuple(SPELLINGS.get(target, target) for target in value)
         expand_targets(value, where)
-    elif f.name == "max_seq_len" and 0 < value < SHORTEST:
+    elif leaf.name == "max_seq_len" and 0 < value < SHORTEST:
         raise GraftuneError(f"max_seq_len is {value}", where=where, fix=f"it must be at least {SHORTEST}, or 0")
-    elif f.name == "date" and value and not _is_date(value):
+    elif leaf.name == "date" and value and not _is_date(value):
         raise GraftuneError(f"date is {shown(value)}", where=where, fix="write it as year-month-day, as 2026-11-17")
     return value
 

@@ -6,15 +6,16 @@ each names the setting, the value and what it must be.
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import functools
 import math
 import types
 import typing
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from graftune.errors import GraftuneError
+from graftune.settings.sections import Resume
 from graftune.settings.sources import DataValue
 from graftune.settings.sources import checked as checked_data
 
@@ -25,28 +26,47 @@ _DEEPEST = 8  # levels of a value inside a mapping
 _SHOWN = 200  # characters of a value in a message
 
 
-def checked(f: dataclasses.Field[Any], hint: Any, value: Any, where: str) -> Any:
-    """`value` as the field's type and within its range, or an error that names the field."""
-    value = coerced(f.name, hint, value, where)
-    low, high, above = f.metadata["min"], f.metadata["max"], f.metadata["above"]
+@dataclass(frozen=True)
+class Leaf:
+    """One setting: a field of a section (sections.py) with its metadata."""
+
+    section: str
+    name: str
+    type: Any
+    default: Any
+    help: str
+    resume: Resume
+    min: float | None
+    max: float | None
+    above: float | None  # an exclusive lower bound
+
+
+def checked(leaf: Leaf, value: Any, where: str) -> Any:
+    """`value` as the setting's type and within its range, or an error that names the setting."""
+    value = coerced(leaf.name, leaf.type, value, where)
     if isinstance(value, int | float) and not isinstance(value, bool):
-        bad = (
-            (low is not None and value < low)
-            or (high is not None and value > high)
-            or (above is not None and value <= above)
-        )
-        infinite = isinstance(value, float) and not math.isfinite(value)
-        if bad or infinite:
-            bounds = [
-                "a finite number" if infinite else "",
-                f"at least {low}" if low is not None else "",
-                f"above {above}" if above is not None else "",
-                f"at most {high}" if high is not None else "",
-            ]
-            raise GraftuneError(
-                f"{f.name} is {shown(value)}", where=where, fix="it must be " + " and ".join(b for b in bounds if b)
-            )
+        check_range(leaf.name, value, leaf.min, leaf.max, leaf.above, where)
     return value
+
+
+def check_range(
+    name: str,
+    value: float,
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    where: str | None = None,
+) -> None:
+    """Refuse a number that is not finite or outside its bounds."""
+    bounds = [
+        ("a finite number", isinstance(value, int) or math.isfinite(value)),
+        (f"at least {least}", least is None or value >= least),
+        (f"above {above}", above is None or value > above),
+        (f"at most {most}", most is None or value <= most),
+    ]
+    if not all(holds for _, holds in bounds):
+        wanted = [text for text, holds in bounds if not text.endswith("None") and not (holds and "finite" in text)]
+        raise GraftuneError(f"{name} is {shown(value)}", where=where, fix=f"it must be {' and '.join(wanted)}")
 
 
 @functools.cache

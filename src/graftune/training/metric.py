@@ -9,7 +9,7 @@ over the calls that worked.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,14 +39,47 @@ BUILT_IN: dict[str, Callable[[str, str], dict[str, float]]] = {"exact": _exact, 
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A held-out record of the metric."""
+class Question:
+    """The prompt of a held-out record."""
 
     prompt: str  # as the model is given it
     tokens: list[int]
     reference: str
     row: int  # its key in the data
+    asked: str = ""  # the part of the prompt that a person recognises
     record: dict[str, Any] = field(default_factory=dict)  # its columns
+
+
+class Questions:
+    """Held-out prompts that are answered greedily."""
+
+    def __init__(self, questions: Sequence[Question], length: int, stops: Sequence[int]):
+        """`length`: tokens of the longest answer. `stops`: tokens that end one."""
+        self.questions, self.length, self.stops = questions, length, tuple(stops)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(len(question.tokens) for question in self.questions)
+
+    def answers(
+        self, parts: Parts, count: int | None = None, *, adapted: bool, between: Callable[[int], None]
+    ) -> list[text.Sample]:
+        """Answer the first `count` questions (None: all), as many at once as fit the cache. `between` is called with
+        the number of answers so far."""
+        how = Sampling(max_new_tokens=self.length, stop_ids=self.stops)
+        prompts = [question.tokens for question in self.questions[:count]]
+        return text.sampled(parts, prompts, how, adapted=adapted, on_progress=between)
+
+
+def fitting_questions(chosen: Dataset, config: Config, tokenizer: Tokenizer, positions: int) -> Iterator[Question]:
+    """The records with a prompt that is no longer than an example may be and leaves one of the model's `positions`."""
+    most = min(config.data.longest(positions), positions - 1)
+    rows = chosen.examples.column("row").tolist()
+    for prompt, turns, reference, row in zip(chosen.prompts, chosen.messages, chosen.references, rows, strict=True):
+        tokens = tokenizer.encode(prompt) if prompt else []
+        if 0 < len(tokens) <= most:
+            asked = str(turns[-1]["content"]) if turns else prompt  # the last turn before the answer, or plain text
+            yield Question(prompt, tokens, reference, row, asked.strip())
 
 
 @dataclass(frozen=True)
@@ -76,25 +109,17 @@ class Scores:
         return {"metrics": self.means, "metric_records": self.records, **failed}
 
 
-class Metric:
+class Metric(Questions):
     """The metric of a run or of `graftune eval`, with the records that it is computed on."""
 
-    def __init__(self, config: Config, questions: Sequence[Asked], stops: tuple[int, ...]):
+    def __init__(self, config: Config, questions: Sequence[Question], stops: Sequence[int]):
         run = config.run
-        self.name, self.questions, self.stops, self.length = run.metric, questions, stops, run.sample_tokens
+        super().__init__(questions, run.sample_tokens, stops)
+        self.name = run.metric
         self.keys: tuple[str, ...] = ()  # what the first call that worked returned: the others have to return the same
         self.process: UserFunction | None = None
         if run.metric not in BUILT_IN:
             self.process = UserFunction(FunctionName.of(run.metric, "metric"), run.metric_seconds, "metric")
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return tuple(len(question.tokens) for question in self.questions)
-
-    def answers(self, parts: Parts, *, adapted: bool, between: Callable[[int], None]) -> list[text.Sample]:
-        """Greedy answers, as many at once as fit the cache."""
-        how = Sampling(max_new_tokens=self.length, stop_ids=self.stops)
-        return text.sampled(parts, [q.tokens for q in self.questions], how, adapted=adapted, on_progress=between)
 
     def scores(self, answers: Sequence[text.Sample], between: Between = lambda: None) -> Scores:
         """Call the metric for each answer. `between` is called while it computes."""
@@ -119,7 +144,7 @@ class Metric:
         cut = sum(answer.stopped == "length" for answer in answers)
         return Scores(means, len(answers), len(errors), errors[0] if errors else "", cut)
 
-    def _call(self, asked: Asked, answer: str, between: Between) -> dict[str, float]:
+    def _call(self, asked: Question, answer: str, between: Between) -> dict[str, float]:
         if self.process is None:
             return BUILT_IN[self.name](answer, asked.reference)
         given = {"prompt": asked.prompt, "answer": answer, "reference": asked.reference, "record": asked.record}
@@ -169,10 +194,7 @@ def metric_of(
     if not run.metric:
         return None, ""
     chosen = held_out.leading().at_most(run.metric_records or usual, config.train.seed)
-    most = min(config.data.longest(positions), positions - 1)
-    texts = zip(chosen.prompts, chosen.references, chosen.examples.column("row").tolist(), strict=True)
-    found = [Asked(prompt, tokenizer.encode(prompt), answer, row) for prompt, answer, row in texts if prompt]
-    found = [asked for asked in found if len(asked.tokens) <= most]
+    found = list(fitting_questions(chosen, config, tokenizer, positions))
     if not found:
         raise GraftuneError(
             "metric is set, and there is no held-out record with a prompt to answer",
@@ -181,7 +203,7 @@ def metric_of(
     if run.metric not in BUILT_IN:
         columns = _columns(data, {asked.row for asked in found}, config)
         found = [dataclasses.replace(asked, record=columns.get(asked.row, {})) for asked in found]
-    stops = tuple(stop_ids(tokenizer, usable_format(tokenizer, config.data)))
+    stops = stop_ids(tokenizer, usable_format(tokenizer, config.data))
     left = len(chosen) - len(found)
     said = f"the metric leaves out {counted(left, 'held-out record')} without a prompt that fits" if left else ""
     return Metric(config, found, stops), said

@@ -51,7 +51,7 @@ from graftune.training.ranks import SingleProcess
 from graftune.training.reserve import Reserver, left_by_others
 from graftune.training.resume import stretched, with_full_paths
 from graftune.training.run import PreparedRun
-from graftune.training.samples import Questions
+from graftune.training.samples import SampleQuestions
 from graftune.weights.adapter import load_adapter
 from graftune.weights.adapter_fit import Adapter
 from graftune.weights.base import Base, open_base, with_new_tokens
@@ -66,7 +66,7 @@ class RunData(NamedTuple):
     validation: Dataset
     examples_sha256: str  # of both; of validation without its limit, which may change on a resume
     largest: int  # tokens that a micro-batch has to hold at least
-    questions: Questions
+    questions: SampleQuestions
     metric: Metric | None = None
 
 
@@ -212,7 +212,7 @@ def _read(config: Config, base: Base, adapter: Adapter | None, path: DataValue, 
             where=label(path),
             fix=f"set max_seq_len to {base.spec.max_positions} or less",
         )
-    questions = Questions(validation, config, reader, base.spec.max_positions)
+    questions = SampleQuestions(validation, config, reader, base.spec.max_positions)
     data = config.data.eval_data or path
     metric, left = metric_of(config, validation, data, reader, base.spec.max_positions, USUAL_RECORDS)
     if left:

@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from graftune.data.dataset import Dataset
 from graftune.data.sample import ScoreReport, is_sample_hash, score_all
 from graftune.data.template import stop_ids, usable_format
-from graftune.infer.sample import Sampling
 from graftune.observe.console import AnswerRow, Console
 from graftune.observe.events import Event
-from graftune.session import Parts, text
 from graftune.settings.config import Config
 from graftune.settings.sections import RunConfig
 from graftune.tokenizer import Tokenizer
 from graftune.training.hooks import Hook, RunState
+from graftune.training.metric import Questions, fitting_questions
 
 SCORED = 24  # records, unless the settings name a number
 
@@ -35,33 +33,17 @@ def scored_records(config: RunConfig) -> int:
     return (config.score_records or usual) if config.score else 0
 
 
-@dataclass(frozen=True)
-class Question:
-    prompt: list[int]  # rendered, ready to continue
-    asked: str  # the part of it that a person recognises
-    reference: str
-
-
-class Questions:
+class SampleQuestions(Questions):
     """The questions of a run, the same before and after training."""
 
     def __init__(self, validation: Dataset, whole: Config, tokenizer: Tokenizer, positions: int):
-        """The first records of the validation set, which is a seeded random subset of the data already. Prompts that
-        are longer than an example may be, or than the model's `positions`, are left out."""
+        """The first records of the validation set, which is a seeded random subset of the data already."""
         config, validation = whole.run, validation.leading()
-        self.stops = stop_ids(tokenizer, usable_format(tokenizer, whole.data))
         self.scored = bool(scored_records(config) and len(validation) and is_sample_hash(validation.sha256))
         count = max(config.samples, scored_records(config) if self.scored else 0)
-        most = min(whole.data.longest(positions), positions - 1)
-        records = zip(validation.prompts, validation.messages, validation.references, strict=True)
-        asked = (Question(tokenizer.encode(p), _asked(turns, p), reference) for p, turns, reference in records if p)
-        self.questions = list(islice((q for q in asked if len(q.prompt) <= most), count))
-        self.shown = min(config.samples, len(self.questions))
-        self.length = config.sample_tokens
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return tuple(len(q.prompt) for q in self.questions)
+        found = list(islice(fitting_questions(validation, whole, tokenizer, positions), count))
+        super().__init__(found, config.sample_tokens, stop_ids(tokenizer, usable_format(tokenizer, whole.data)))
+        self.shown = min(config.samples, len(found))
 
     @property
     def texts(self) -> dict[str, list[str]]:
@@ -71,15 +53,7 @@ class Questions:
     @property
     def digest(self) -> str:
         """Identifies the prompts and the longest answer: stored answers are used for exactly these."""
-        return hashlib.sha256(json.dumps([self.length, *(q.prompt for q in self.questions)]).encode()).hexdigest()
-
-    def ask(self, parts: Parts, count: int, *, adapted: bool, between: Callable[[int], None]) -> list[str]:
-        """Answer the first `count` questions greedily, as many at once as fit the cache. `between` is called with the
-        number of answers so far."""
-        prompts = [question.prompt for question in self.questions[:count]]
-        how = Sampling(max_new_tokens=self.length, stop_ids=self.stops)
-        answers = text.sampled(parts, prompts, how, adapted=adapted, on_progress=between)
-        return [answer.text for answer in answers]
+        return hashlib.sha256(json.dumps([self.length, *(q.tokens for q in self.questions)]).encode()).hexdigest()
 
     def known(self, event: Mapping[str, Any]) -> list[str]:
         """The answers to exactly these questions in an event of the log; none if it holds others."""
@@ -105,7 +79,7 @@ class Samples(Hook):
     """Asks the questions at the end of a run, and every `sample_every` steps. The base is asked once: with the first
     samples, where the adapters can be switched off; before the first step, where training overwrites it."""
 
-    def __init__(self, questions: Questions):
+    def __init__(self, questions: SampleQuestions):
         self.questions = questions
         self.base_answers: list[str] = []
         self.asked_at = 0  # the step of the last samples
@@ -163,7 +137,8 @@ class Samples(Hook):
         check = state.check_stop_alone if _together(state) else state.check_stop
         counted = state.report.counted(label, count, "answers", check)
         with state.pausing_steps("samples"), counted as between, state.stop.interruptible():
-            return self.questions.ask(state.parts, count, adapted=adapted, between=between)
+            answers = self.questions.answers(state.parts, count, adapted=adapted, between=between)
+        return [answer.text for answer in answers]
 
 
 def _together(state: RunState) -> bool:
@@ -173,8 +148,3 @@ def _together(state: RunState) -> bool:
 
 def _score_figures(report: ScoreReport) -> dict[str, Any]:
     return {"exact": report.share, "valid_json": report.valid_json, "total": report.total, "fields": report.fields}
-
-
-def _asked(messages: list[dict[str, Any]], prompt: str) -> str:
-    """The part of a prompt that a person recognises: the last turn before the answer, or the whole plain text."""
-    return str(messages[-1]["content"]).strip() if messages else prompt.strip()
