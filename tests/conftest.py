@@ -35,9 +35,11 @@ atexit.register(shutil.rmtree, os.environ["GRAFTUNE_CACHE"], ignore_errors=True)
 # Of a test that asks for no number of its own. GRAFTUNE_EXAMPLES=1000 looks further.
 settings.register_profile("graftune", max_examples=int(os.environ.get("GRAFTUNE_EXAMPLES", "15")), deadline=None)
 settings.load_profile("graftune")
-# bitsandbytes, which PEFT imports, compiles functions when it is imported, and torch's compiler takes three seconds to
-# import for that: in every worker. Nothing here compiles with torch, and those functions compute the same without it.
+# bitsandbytes, which PEFT imports, compiles functions when it is imported, transformers keeps some from being compiled,
+# and torch's compiler takes three seconds to import for that: in every worker. Nothing here compiles with torch, and
+# those functions compute the same without it.
 torch.compile = lambda model=None, **_: model if model is not None else lambda function: function  # type: ignore
+torch.compiler.disable = lambda fn=None, **_: fn if fn is not None else lambda function: function  # type: ignore
 if not torch.cuda.is_available():
     # Triton's interpreter runs the kernels then. Read when a kernel is defined, so before any kernel.py is imported.
     os.environ["TRITON_INTERPRET"] = "1"

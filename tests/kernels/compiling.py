@@ -1,10 +1,11 @@
 """Every kernel that a step on a GPU launches, compiled for that GPU where there is none: `python -m
-tests.kernels.compiling [--distinct] [SETTING ...]`.
+tests.kernels.compiling [--distinct | --one-each] [SETTING ...]`.
 
 Triton's interpreter runs what its compiler refuses. Steps are rehearsed as the memory plan does it, on tensors without
 memory, and what they would launch is compiled for Hopper, once a signature. With `--distinct` each kernel is compiled
 once, as the launch with the most flags set, and of those the one with the most arguments that are multiples of 16,
-because its loads are pipelined and take the most shared memory. Needs no GPU; not under TRITON_INTERPRET.
+because its loads are pipelined and take the most shared memory. With `--one-each`, of these one of each folder of
+kernels: what they share is compiled with it. Needs no GPU; not under TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -203,15 +204,19 @@ def fault(launch: Launch) -> str:
 
 
 def main(names: list[str]) -> int:
-    launches = Launches(distinct="--distinct" in names)
-    for name in [name for name in names if name != "--distinct"] or [*SETTINGS, *ALONE]:
+    flags = {"--distinct", "--one-each"}.intersection(names)
+    launches = Launches(distinct=bool(flags))
+    for name in [name for name in names if name not in flags] or [*SETTINGS, *ALONE]:
         if name in ALONE:
             ALONE[name](launches.run)
         else:
             rehearse(SETTINGS[name](), launched=launches.run)
-    failed = list(filter(None, map(fault, launches.seen.values())))
-    print(*failed, f"{len(launches.seen)} compiled, {len(failed)} failed", sep="\n")
-    return int(bool(failed) or not launches.seen)
+    tried = [launch for _, launch in sorted(launches.seen.items())]
+    if "--one-each" in flags:
+        tried = list({launch.fn.__module__.split(".")[2]: launch for launch in tried}.values())
+    failed = list(filter(None, map(fault, tried)))
+    print(*failed, f"{len(tried)} compiled, {len(failed)} failed", sep="\n")
+    return int(bool(failed) or not tried)
 
 
 if __name__ == "__main__":
