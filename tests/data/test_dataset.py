@@ -110,10 +110,15 @@ def test_making_fit_never_loses_a_response(texts: list[str], system: str, limit:
     chat, form = formed(template)
     messages: list[dict[str, Any]] = list(turns(*texts, system=system if system.strip() else ""))
     trained = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    free = Fitter(form, chat, DataConfig(max_seq_len=10**6))
-    runs = [run for built in free.build(messages, None, trained, 1) for run in trained_runs(built.example)]  # type: ignore[arg-type]
+
+    def fitted(limit: int) -> list[fit.Built]:
+        fitter = Fitter(form, chat, DataConfig(max_seq_len=limit))
+        passages = fitter.passages(messages, None, trained)
+        return [one for passage in passages for one in fitter.finish(passage, *fitter.encoded(passage.text))]
+
+    runs = [run for one in fitted(10**6) for run in trained_runs(one.example)]  # type: ignore[arg-type]
     sizes = [len(tokenizer().encode(run)) for run in runs]
-    built = list(Fitter(form, chat, DataConfig(max_seq_len=limit)).build(messages, None, trained, 1))
+    built = fitted(limit)
     kept = [run for one in built if one.example for run in trained_runs(one.example)]
     dropped = sum(bool(one.dropped) for one in built)
     assert len(kept) + dropped == len(runs)
@@ -127,7 +132,7 @@ def test_making_fit_never_loses_a_response(texts: list[str], system: str, limit:
 def test_long_texts_are_divided_and_every_token_predicted_once(add_bos: bool) -> None:
     chat = dataclasses.replace(tokenizer(), add_bos=add_bos)
     text = " ".join(str(i) for i in range(100))
-    made = [built.example for built in windows(text, chat.encode(text), chat, 32, 1)]
+    made = [built.example for built in windows(text, chat.encode(text), chat, 32)]
     targets = [token for example in made if example for token in example.tokens[1:]]
     whole = [*chat.encode(text), chat.eos_id]
     assert targets == (whole if add_bos else whole[1:])
@@ -178,7 +183,7 @@ def test_split(rows: list[int], share: float, seed: int) -> None:
 
 def test_only_the_first_window_of_a_long_text_has_a_prompt() -> None:
     text, chat = " ".join(str(i) for i in range(8_000)), tokenizer()
-    built = list(windows(text, chat.encode(text), chat, 8, 1))
+    built = list(windows(text, chat.encode(text), chat, 8))
     assert len(built) > 1000 and sum(len(one.prompt) for one in built) < len(text)
     assert [bool(one.prompt) for one in built[:2]] == [True, False] and not any(one.reference for one in built[1:])
 

@@ -9,6 +9,7 @@ import pytest
 from graftune.batch import Example
 from graftune.data.dataset import prepare, split
 from graftune.data.encoded import Examples, groups_of, numbers_of, take, token_numbers_of
+from graftune.data.fit import TOO_LONG
 from graftune.data.kind import ANSWERS, DataKind
 from graftune.data.writer import NewExample, StoreWriter
 from graftune.errors import GraftuneError
@@ -41,11 +42,11 @@ def test_an_incomplete_group_is_refused_as_a_row(tmp_path: Path) -> None:
     long = {**ROWS[0], "rejected": "no " * 90}
     unrated = {name: value for name, value in ROWS[0].items() if name != "margin"}
     data = load(tmp_path, ROWS[0], odd, long, {**ROWS[1], "margin": "much"}, unrated, kind=RATED_PAIRS, max_seq_len=64)
-    assert len(data) == 2 and data.summary.refused == {"an incomplete group": 2, "no number": 2}
+    assert len(data) == 2 and data.summary.refused == {"an incomplete group": 1, TOO_LONG: 1, "no number": 2}
     assert not data.summary.dropped
     reasons = dict(data.details())
     assert reasons[2] == "an incomplete group: there is no rejected answer"
-    assert "one of its answers is left out: " in reasons[3]
+    assert reasons[3] == TOO_LONG
     assert reasons[4] == "no number: 'margin' must be a finite number and is 'much'"
     assert reasons[5] == "no number: 'margin' must be a finite number and is missing"
 

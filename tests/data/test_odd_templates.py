@@ -11,8 +11,8 @@ import tokenizers
 
 from graftune.data.chat import CLOSED_AT_ONCE, NOT_RENDERED, OTHER_PROMPT
 from graftune.data.dataset import prepare
-from graftune.data.fit import ACROSS
 from graftune.data.format import EMPTY_NOT_TRAINED, EVERYTHING_TRAINED
+from graftune.data.mask import ACROSS
 from graftune.errors import GraftuneError
 from graftune.settings.sections import DataConfig
 from tests.data.helpers import CHATML, prepared, tokenizer, turns, with_template

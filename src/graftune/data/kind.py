@@ -4,7 +4,7 @@ A kind says which examples a row becomes, which of its columns are numbers that 
 its own. A loss takes data of one kind and refuses others (losses/interface.py): cross-entropy on data of pairs would
 train on rejected answers. So the kind is part of the key under which encoded data is kept, and of the data set itself.
 
-Where a row becomes several examples that belong together (`members`), they are a group: they stay together in one
+Where a row has several answers to one prompt (`members`), they are a group: they stay together in one
 micro-batch, are repeated, held out and counted together, and where one of them cannot be used the row is refused.
 """
 
@@ -25,12 +25,13 @@ from graftune.errors import GraftuneError
 @dataclass(frozen=True)
 class DataKind:
     name: str  # in the plural, as messages have it
-    members: int = 1  # examples that a row becomes, where they belong together; 1: as many as its text makes
+    # Answers to one prompt that a row has: each becomes one example, and all have the same prompt, token for token.
+    # 0: the row becomes as many examples as its text makes.
+    members: int = 0
     numbers: tuple[str, ...] = ()  # columns that every row has, each one number, for the loss to read
-    one_prompt: bool = False  # each member is one example, and all have the same prompt, token for token
 
     def records(self, row: dict[str, Any]) -> list[Record]:
-        """The records of a row, one for each member; raises Refusal."""
+        """The records of a row, one for each member if there are any; raises Refusal."""
         if self.numbers:
             row = {name: value for name, value in row.items() if name not in self.numbers}
         return [to_record(row)]
@@ -50,7 +51,7 @@ class DataKind:
             source = hashlib.sha256(inspect.getsource(own).encode()).hexdigest()
         except (OSError, TypeError):  # typed in at a prompt
             source = ""
-        return [self.name, self.members, list(self.numbers), self.one_prompt, own.__module__, own.__qualname__, source]
+        return [self.name, self.members, list(self.numbers), own.__module__, own.__qualname__, source]
 
 
 class AnswerKind(DataKind):

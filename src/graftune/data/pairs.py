@@ -86,8 +86,8 @@ class RatedKind(DataKind):
         return columns.refusal_of_other(row, self.name, "answers rated good or bad by a column 'label'")
 
 
-PAIRS = PairKind("pairs", members=2, one_prompt=True)
-RATED = RatedKind("rated answers", numbers=("label",), one_prompt=True)
+PAIRS = PairKind("pairs", members=2)
+RATED = RatedKind("rated answers", members=1, numbers=("label",))
 
 
 def kind_of_data(value: DataValue, config: DataConfig) -> DataKind:

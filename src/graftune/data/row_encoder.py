@@ -14,14 +14,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from graftune.batch import Example
 from graftune.data.chat import Passage
 from graftune.data.fit import Built, Fitter
 from graftune.data.kind import ANSWERS, DataKind
 from graftune.data.record import Record
 from graftune.data.roles import check_roles, trained_turns
 from graftune.data.row import Refusal, Row
-from graftune.data.shared_prompt import SEVERAL, fit_together
+from graftune.data.shared_prompt import INCOMPLETE, SEVERAL, fit_together
 from graftune.data.summary import KEPT_DETAILS, Summary, counted
 from graftune.data.template import special_pattern, special_tokens, usable_format
 from graftune.data.text import windows
@@ -133,7 +132,7 @@ class RowEncoder:
     def _passages(self, record: Record) -> list[Passage]:
         fitter, messages = self._fitter(record), record.messages
         form = fitter.form
-        trained = trained_turns(record, "assistant" if self.kind.one_prompt else self.config.train_on)
+        trained = trained_turns(record, "assistant" if self.kind.members else self.config.train_on)
         if not form.takes_system and messages[0]["role"] == "system":
             self._note("system turns merged into the first user turn: the template takes none")
         check_roles(form, record, messages)
@@ -183,44 +182,36 @@ class RowEncoder:
             self._note(note)
 
     def _built(self, one: Pending, encoded: Encoded) -> list[Built]:
-        """The row's examples, with its numbers; where they belong together, all of them or a Refusal."""
-        made, done = [], 0
-        if self.kind.one_prompt:
+        """The row's examples, with its number and numbers; where they belong together, all of them or a Refusal."""
+        if self.kind.members:
             made = self._with_one_prompt(one, encoded)
         else:
-            for record in one.records:
-                count = len(record.texts)
-                made.append(self._of_record(record, encoded[done : done + count], one.row.key))
-                done += count
-        group = -1
-        if self.kind.members > 1:
-            group = one.row.key
-            check_group(self.kind, made)
-        built = [each for examples in made for each in examples]
-        if group < 0 and not one.numbers:
-            return built
-        return [each._replace(example=_with(each.example, group, one.numbers)) for each in built]
+            parts = iter(encoded)
+            made = [built for record in one.records for built in self._of_record(record, parts)]
+        group = one.row.key if self.kind.members > 1 else -1
+        return [_placed(built, one.row.key, group, one.numbers) for built in made]
 
-    def _with_one_prompt(self, one: Pending, encoded: Encoded) -> list[list[Built]]:
+    def _with_one_prompt(self, one: Pending, encoded: Encoded) -> list[Built]:
         assert self.fitter is not None
         passages = [passage for record in one.records for passage in record.passages or ()]
+        if len(one.records) != self.kind.members:
+            found = f"{len(one.records)} records where {self.kind.name} have {self.kind.members}"
+            raise Refusal(INCOMPLETE, found)
         if len(passages) != len(one.records):
-            raise Refusal("an incomplete group", SEVERAL)
-        return [[_marked(built)] for built in fit_together(self.fitter, passages, encoded, one.row.key)]
+            raise Refusal(INCOMPLETE, SEVERAL)
+        return fit_together(self.fitter, passages, encoded)
 
-    def _of_record(self, record: Rendered, encoded: Encoded, row: int) -> list[Built]:
+    def _of_record(self, record: Rendered, encoded: Iterator[tuple[list[int], Any]]) -> list[Built]:
         if record.passages is None:
-            ((tokens, _),) = encoded
-            made = list(windows(record.texts[0], tokens, self.tokenizer, self.config.longest(), row, record.weight))
-            if len(made) > 1:
-                self._note("texts longer than max_seq_len, divided into several examples")
-            return made
-        assert self.fitter is not None
-        made = []
-        for passage, (tokens, offsets) in zip(record.passages, encoded, strict=True):
-            made += map(_marked, self.fitter.finish(passage, tokens, offsets, row))
+            tokens, _ = next(encoded)
+            made = list(windows(record.texts[0], tokens, self.tokenizer, self.config.longest(), record.weight))
+            note = "texts longer than max_seq_len, divided into several examples"
+        else:
+            assert self.fitter is not None
+            made = [built for passage in record.passages for built in self.fitter.finish(passage, *next(encoded))]
+            note = "conversations divided into several examples"
         if len(made) > 1:
-            self._note("conversations divided into several examples")
+            self._note(note)
         return made
 
     def _count(self, built: Built, one: Pending, chunk: Chunk) -> None:
@@ -283,26 +274,14 @@ class RowEncoder:
         self.summary.bump("notes", text)
 
 
-def check_group(kind: DataKind, made: list[list[Built]]) -> None:
-    """Refuse a row whose examples belong together and are not complete."""
-    if len(made) != kind.members:
-        raise Refusal("an incomplete group", f"{len(made)} records where {kind.name} have {kind.members}")
-    dropped = next((built.dropped for examples in made for built in examples if built.dropped), "")
-    if dropped:
-        raise Refusal("an incomplete group", f"one of its answers is left out: {dropped}")
-    if any(len(examples) != 1 for examples in made):
-        raise Refusal("an incomplete group", SEVERAL)
-
-
-def _with(example: Example | None, group: int, numbers: dict[str, float]) -> Example | None:
-    return None if example is None else dataclasses.replace(example, group=group, numbers=numbers)
-
-
-def _marked(built: Built) -> Built:
-    """Mark the example as shortened, if it was."""
-    if not built.truncated or built.example is None:
+def _placed(built: Built, row: int, group: int, numbers: dict[str, float]) -> Built:
+    """With what the row says of its example."""
+    if built.example is None:
         return built
-    return built._replace(example=dataclasses.replace(built.example, shortened=True))
+    shortened = bool(built.truncated)
+    return built._replace(
+        example=dataclasses.replace(built.example, row=row, group=group, numbers=numbers, shortened=shortened)
+    )
 
 
 def _without_frames(refusal: Refusal) -> Refusal:

@@ -1,8 +1,8 @@
 """Answers to one prompt -> examples whose prompts are identical, token for token, also where they are shortened.
 
 A loss that compares two answers compares their probabilities after the same text. Shortening each answer's example
-alone would give the longer answer a shorter prompt. So the cut is looked for once, for the longest member, and
-every member is rendered with it: first without early turns, then with the start of the last question cut off,
+alone would give the longer answer a shorter prompt. So the cut is looked for once, for the longest answer, and
+every answer is rendered with it: first without early turns, then with the start of the last question cut off,
 then the prompt's tokens themselves are cut from the left behind BOS (fit.py says why in this order). An answer is
 never cut: where one does not fit, the row is refused.
 """
@@ -11,154 +11,84 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from graftune.batch import Example
 from graftune.data.chat import Passage
-from graftune.data.fit import PROMPT, QUESTION, TOO_LONG, TURNS, Built, Fitter, start_turns, user_turns
+from graftune.data.fit import TOO_LONG, TURNS, Built, Fitter, built, start_turns, user_turns
+from graftune.data.mask import Masked
 from graftune.data.record import Message
 from graftune.data.row import Refusal
 
-EQUAL, DIFFERENT = "equal answers", "different prompts"
+INCOMPLETE, EQUAL, DIFFERENT = "an incomplete group", "equal answers", "different prompts"
 SEVERAL = "the template makes several examples of one of its conversations; keep the last turn"
 
 
-class _Member(NamedTuple):
-    passage: Passage
-    example: Example
-    start: int  # tokens before its answer
-    notes: tuple[str, ...] = ()
-
-    @property
-    def size(self) -> int:
-        return len(self.example.tokens)
-
-
-Members = list[_Member]
-
-
-def fit_together(
-    fitter: Fitter, passages: Sequence[Passage], encoded: Sequence[tuple[list[int], Any]], row: int
-) -> list[Built]:
+def fit_together(fitter: Fitter, passages: Sequence[Passage], encoded: Sequence[tuple[list[int], Any]]) -> list[Built]:
     """The examples of passages that answer one prompt; raises Refusal."""
-    fit = _Fit(fitter, row)
-    return fit.built([fit.member(passage, *one) for passage, one in zip(passages, encoded, strict=True)])
+    found = [fitter.masker.masked(passage, *one) for passage, one in zip(passages, encoded, strict=True)]
+    answers = [one for one in found if one is not None]
+    if len(answers) < len(passages):
+        raise Refusal(INCOMPLETE, SEVERAL)
+    starts = _checked(fitter, answers)
+    if _fit(fitter, answers):
+        return [built(one) for one in answers]
+    if max(one.size - start for one, start in zip(answers, starts, strict=True)) >= fitter.limit:
+        raise Refusal(TOO_LONG)
 
+    messages, first = passages[0].messages, passages[0].trained[0]
 
-class _Fit:
-    def __init__(self, fitter: Fitter, row: int):
-        self.fitter, self.limit, self.row = fitter, fitter.limit, row
-
-    def member(self, passage: Passage, tokens: list[int], offsets: Any) -> _Member:
-        found = self.fitter.ranges(passage, tokens, offsets)
-        if found is None:
-            raise Refusal("an incomplete group", SEVERAL)
-        tokens, ranges, notes = found
-        example = self.fitter.example(passage, tokens, ranges, self.row)
-        (start, _), prompt = passage.spans[0], passage.prompts[0]
-        # Reasoning that is not trained is a part of the answer. `ranges` has made sure that the prompt's tokens are
-        # those of the prompt alone.
-        first = ranges[0][0] if start == prompt else len(self.fitter.encoded(passage.text[:prompt])[0])
-        return _Member(passage, example, first, notes)
-
-    def built(self, members: Members) -> list[Built]:
-        _check(members)
-        if self._fits(members):
-            return _as_built(members, "")
-        if max(member.size - member.start for member in members) >= self.limit:
-            raise Refusal(TOO_LONG)
-        asked, shorter = self._without_early_turns(members)
-        if shorter is not None:
-            return _as_built(shorter, TURNS)
-        shorter = self._with_shorter_question(members, asked)
-        if shorter is not None:
-            return _as_built(shorter, QUESTION)
-        return self._with_cut_tokens(members)
-
-    def _fits(self, members: Members) -> bool:
-        return max(member.size for member in members) <= self.limit
-
-    def _after(self, asked: list[Message], members: Members) -> Members:
-        """The members with these messages as their prompt."""
+    def rendered(asked: list[Message]) -> list[Masked]:
+        """The answers with these messages as their prompt."""
         made = []
-        for passage, *_ in members:
-            first = passage.trained[0]
-            messages = [*asked, *passage.messages[first:]]
-            trained = [i - first + len(asked) for i in passage.trained]
-            text = self.fitter.turns.together(messages, passage.tools, trained)
-            if text is None:
-                raise Refusal("an incomplete group", SEVERAL)
-            made.append(self.member(text, *self.fitter.encoded(text.text)))
-        _check(made)
+        for passage in passages:
+            begin = passage.trained[0]
+            trained = [i - begin + len(asked) for i in passage.trained]
+            one = fitter.together([*asked, *passage.messages[begin:]], passage.tools, trained)
+            if one is None:
+                raise Refusal(INCOMPLETE, SEVERAL)
+            made.append(one)
+        _checked(fitter, made)
         return made
 
-    def _without_early_turns(self, members: Members) -> tuple[list[Message], Members | None]:
-        """The prompt with as many turns as fit, and the members with it; None where even the last question alone is
-        too long."""
-        passage = members[0].passage
-        prompt = passage.messages[: passage.trained[0]]
-        head = prompt[:1] if prompt[0]["role"] == "system" else []
-        starts = start_turns([*prompt, passage.messages[passage.trained[0]]], user_turns(prompt))
-        if not starts:
-            return prompt, None
-        tried: dict[int, Members] = {}
+    asked, shorter = messages[:first], answers
+    head = asked[:1] if asked[0]["role"] == "system" else []
+    beginnings = start_turns(messages[: first + 1], user_turns(asked))
+    tried: dict[int, list[Masked]] = {}
 
-        def fits(start: int) -> bool:
-            tried[start] = self._after([*head, *prompt[start:]], members)
-            return self._fits(tried[start])
+    def fits(start: int) -> bool:
+        tried[start] = rendered([*head, *messages[start:first]])
+        return _fit(fitter, tried[start])
 
-        found = bisect_left(starts, True, key=fits)
-        if found == len(starts):
-            return [*head, *prompt[starts[-1] :]], None
-        return [], tried[starts[found]]
-
-    def _with_shorter_question(self, members: Members, asked: list[Message]) -> Members | None:
-        place = user_turns(asked)[-1]
-        content = asked[place]["content"]
-        offsets, shorter, excess = self.fitter.question_offsets(content), members, 0
-        if len(asked) < members[0].passage.trained[0]:
-            shorter = self._after(asked, members)
-        while (excess := excess + max(member.size for member in shorter) - self.limit) < len(offsets):
-            kept = content[offsets[excess][0] :]
-            if not kept.strip():
-                return None
-            try:
-                shorter = self._after([*asked[:place], {**asked[place], "content": kept}, *asked[place + 1 :]], members)
-            except Refusal:  # a template that reads the question; the tokens are cut instead
-                return None
-            if self._fits(shorter):
-                return shorter
-        return None
-
-    def _with_cut_tokens(self, members: Members) -> list[Built]:
-        prompt = members[0].example.tokens[: members[0].start]
-        bos = int(prompt[0] == self.fitter.tokenizer.bos_id)
-        keep = self.limit - bos - max(member.size - member.start for member in members)
-        if keep + bos < 1:
-            raise Refusal(TOO_LONG)
-        kept = [*prompt[:bos], *prompt[len(prompt) - keep :]]
-        cut = []
-        for member in members:
-            example, start = member.example, member.start
-            weights = None if example.weights is None else [0.0] * len(kept) + example.weights[start:]
-            supervised = [False] * len(kept) + example.supervised[start:]
-            shorter = Example(kept + example.tokens[start:], supervised, self.row, weights)
-            cut.append(member._replace(example=shorter, start=len(kept)))
-        text = self.fitter.tokenizer.decode(kept)
-        return [built._replace(prompt=text) for built in _as_built(cut, PROMPT)]
+    if beginnings:
+        fitting = bisect_left(beginnings, True, key=fits)
+        if fitting < len(beginnings):
+            return [built(one, TURNS) for one in tried[beginnings[fitting]]]
+        asked, shorter = [*head, *messages[beginnings[-1] : first]], tried[beginnings[-1]]
+    return fitter.cut_question(rendered, asked, shorter) or fitter.cut_tokens(answers, starts)
 
 
-def _check(members: Members) -> None:
-    """Refuse answers after other tokens than the first one's, and answers that are all equal."""
-    tokens, start = members[0].example.tokens, members[0].start
-    if any(member.start != start or member.example.tokens[:start] != tokens[:start] for member in members[1:]):
+def _fit(fitter: Fitter, answers: list[Masked]) -> bool:
+    return all(one.size <= fitter.limit for one in answers)
+
+
+def _checked(fitter: Fitter, answers: list[Masked]) -> list[int]:
+    """The tokens before each answer; raises Refusal for answers to other prompts, and where all answers are equal."""
+    starts = [_start(fitter, one) for one in answers]
+    tokens, start = answers[0].example.tokens, starts[0]
+    if any(
+        other != start or one.example.tokens[:start] != tokens[:start]
+        for one, other in zip(answers, starts, strict=True)
+    ):
         raise Refusal(DIFFERENT, "the template writes another prompt before one answer than before the other")
-    if len(members) > 1 and all(member.example.tokens == tokens for member in members[1:]):
+    if len(answers) > 1 and all(one.example.tokens == tokens for one in answers[1:]):
         raise Refusal(EQUAL, "they have the same tokens")
+    return starts
 
 
-def _as_built(members: Members, truncated: str) -> list[Built]:
-    return [
-        Built(example, passage.prompt, passage.reference, passage.asked, truncated, notes=notes)
-        for passage, example, _, notes in members
-    ]
+def _start(fitter: Fitter, answer: Masked) -> int:
+    """Tokens before an answer, which begins with reasoning that is not trained. The masker has made sure that the
+    prompt's tokens are those of the prompt alone."""
+    passage = answer.passage
+    if passage.spans[0][0] == passage.prompts[0]:
+        return answer.ranges[0][0]
+    return len(fitter.encoded(passage.text[: passage.prompts[0]])[0])

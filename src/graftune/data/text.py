@@ -10,9 +10,7 @@ from graftune.data.row import Refusal
 from graftune.tokenizer import Tokenizer
 
 
-def windows(
-    text: str, tokens: list[int], tokenizer: Tokenizer, limit: int, row: int, weight: float = 1.0
-) -> Iterator[Built]:
+def windows(text: str, tokens: list[int], tokenizer: Tokenizer, limit: int, weight: float = 1.0) -> Iterator[Built]:
     """Plain text, every token trained, BOS as the tokenizer says and EOS always. Too long: several windows.
 
     Each later window starts with BOS, or else with the last token of the window before it, so that every token is
@@ -25,15 +23,15 @@ def windows(
     end = _quarter(text)
     prompt = ((tokenizer.bos_token or "") if bos is not None else "") + text[:end]
     first = min(limit, len(whole))
-    yield Built(_trained(whole[:first], row, weight), prompt, text[end:].strip(), [])
+    yield Built(_trained(whole[:first], weight), prompt, text[end:].strip(), [])
     for start in range(first, len(whole), limit - 1):
         head = whole[start - 1] if bos is None else bos
         window = [head, *whole[start : start + limit - 1]]
-        yield Built(_trained(window, row, weight), "", "", [])
+        yield Built(_trained(window, weight), "", "", [])
 
 
-def _trained(tokens: list[int], row: int, weight: float) -> Example:
-    return Example(tokens, [True] * len(tokens), row, None if weight == 1 else [weight] * len(tokens))
+def _trained(tokens: list[int], weight: float) -> Example:
+    return Example(tokens, [True] * len(tokens), weights=None if weight == 1 else [weight] * len(tokens))
 
 
 def _quarter(text: str) -> int:
