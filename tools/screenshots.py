@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def main() -> None:
         page = Page(Runs(runs(Path(folder) / "runs")), host="127.0.0.1", port=0)
         chat = page._server.config.app.state.server.chat  # type: ignore[union-attr]
         chat.worker = Worker("chat", (sys.executable, "-c", WORKER))
-        page.start()
+        threading.Thread(target=page.run, daemon=True).start()
         browser = driver.chromium.launch(executable_path=chromium(), args=["--no-sandbox", "--disable-gpu"])
         for name, (view, width, height, part) in PICTURES.items():
             settings: dict[str, Any] = {"viewport": {"width": width, "height": height}}
@@ -69,7 +70,7 @@ def main() -> None:
             (tab.locator(part) if part else tab).screenshot(path=IMAGES / f"{name}.png")
             print(IMAGES / f"{name}.png")
         browser.close()
-        page.close()
+        page._server.should_exit = True
 
 
 def runs(root: Path) -> Path:

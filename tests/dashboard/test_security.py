@@ -95,7 +95,7 @@ def test_a_taken_port_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["watch", str(tmp_path), "--port", str(page.port)]) == 2
     assert capsys.readouterr().err.endswith(f"port {page.port} is taken; give another one with --port, or 0 for any\n")
     assert main(["watch", str(tmp_path / "none")]) == main(["watch", str(tmp_path), "--port", "70000"]) == 2
-    page.close()
+    page._socket.close()
 
 
 def test_no_path_leads_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from graftune.cli.run_summary import run_summary
+from graftune.cli.train import run_summary
 from graftune.dashboard.log import series
 from graftune.dashboard.runs import WatchedRun
 from graftune.data import cached, find, readers, source

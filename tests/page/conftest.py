@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -70,13 +71,13 @@ def serve() -> Iterator[Callable[..., str]]:
         page = Page(Runs(root), host="127.0.0.1", port=0)
         chat = page._server.config.app.state.server.chat  # type: ignore[union-attr]
         chat.worker = Worker("chat", (sys.executable, str(Path(__file__).with_name("fake_worker.py"))))
-        page.start()
+        threading.Thread(target=page.run, daemon=True).start()
         made.append(page)
         return page.address
 
     yield started
     for page in made:
-        page.close()
+        page._server.should_exit = True
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ of fine-tuning, so the preview shows the very tokens of the examples and which o
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -92,12 +91,10 @@ def show_data(config: Config, console: Console, count: int) -> tuple[Any, Any]:
 
 def tokenizer_of(config: Config) -> tuple[Any, int]:
     """The base's tokenizer, and the longest context it takes."""
-    from graftune.session import with_template
+    from graftune.session import reader_of
     from graftune.tokenizer.template import today
     from graftune.weights.base import described
 
     base = described(config.base.base, config.base.revision)
-    if new := config.lora.new_tokens:
-        base = dataclasses.replace(base, tokenizer=base.tokenizer.with_tokens(new))
     dated = config.replace(date=config.data.date or today().isoformat())  # as for a run
-    return with_template(base, dated, None).tokenizer, base.spec.max_positions
+    return reader_of(dated, base, None), base.spec.max_positions

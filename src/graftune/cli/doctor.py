@@ -82,36 +82,21 @@ def _explain(name: str, revision: str, console: Console) -> int:
     from graftune.weights.describe import describe
     from graftune.weights.placement import choose_placement
 
-    report, base = describe(name, revision)
-    facts = dict(report.facts)
+    facts, base, error = describe(name, revision)
     if base is not None:
-        if base.tokenizer.template is not None:
-            facts["template"] = _template(base.tokenizer)
-        placement = choose_placement(base, "auto", resolve())
-        facts |= {"held": placement.describe()}
-    console.result({**report.document, **facts})
+        facts |= {"held": choose_placement(base, "auto", resolve()).describe()}
+    console.result({**facts, "trainable": error is None, "why_not": str(error) if error else None})
     if facts and not console.json:
         shown = {key: human_bytes(value) if key == "bytes" else value for key, value in facts.items()}
         shown |= {"parameters": f"{facts['parameters']:,}"} if "parameters" in facts else {}
         console.table("Base", ("item", "value"), list(shown.items()))
-        console.line("It can be trained." if report.error is None else "It cannot be trained.")
-    if report.error is None:
+        console.line("It can be trained." if error is None else "It cannot be trained.")
+    if error is None:
         return 0
     if console.json:  # the JSON document has the reason already
-        console.note(f"graftune: {report.error}")
+        console.note(f"graftune: {error}")
         return 2
-    raise report.error
-
-
-def _template(tokenizer: Any) -> str:
-    from graftune.data.template import chat_format
-    from graftune.settings.sections import DataConfig
-
-    try:
-        chat_format(tokenizer, DataConfig())
-    except GraftuneError as error:
-        return f"cannot be used as it is ({error.what}): give another with --template, or see the settings"
-    return "yes"
+    raise error
 
 
 def examine() -> tuple[dict[str, Any], list[Missing]]:

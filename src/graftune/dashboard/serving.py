@@ -23,7 +23,7 @@ MOST_CONNECTIONS = 500
 
 
 class Page:
-    """A bound port and the application behind it. `run` serves until a signal, `start` in a thread until `close`."""
+    """A bound port and the application behind it. `run` serves until a signal."""
 
     def __init__(self, runs: Runs, *, host: str, port: int, token: str = "", device: str = "auto"):
         self._runs, self._socket = runs, _bound(host, port)
@@ -34,7 +34,6 @@ class Page:
             http="h11", h11_max_incomplete_event_size=32 << 10, limit_concurrency=MOST_CONNECTIONS,
         )  # fmt: skip
         self._server = _UvicornServer(config, app.state.server)
-        self._thread: threading.Thread | None = None
 
     @property
     def address(self) -> str:
@@ -47,16 +46,6 @@ class Page:
         # Reads the list while the browser starts.
         threading.Thread(target=self._runs.refresh, name="read ahead", daemon=True).start()
         self._server.run(sockets=[self._socket])
-
-    def start(self) -> None:
-        self._thread = threading.Thread(target=self.run, name="page", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.should_exit = True
-        if self._thread is not None:
-            self._thread.join(5)
-        self._socket.close()
 
 
 class _UvicornServer(uvicorn.Server):

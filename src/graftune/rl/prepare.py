@@ -25,7 +25,7 @@ from graftune.observe.memory import forget_earlier_runs, free_bytes, resident_by
 from graftune.plan import CardModel, Job, card_here
 from graftune.rl.rewards import Rewards
 from graftune.runtime import set_up
-from graftune.session import Session, open_session, text, with_template
+from graftune.session import Session, open_session, reader_of, text
 from graftune.settings import auto
 from graftune.settings.config import Config
 from graftune.settings.sources import DataValue, label
@@ -34,7 +34,6 @@ from graftune.tokenizer.template import today
 from graftune.training.prepare import opened, opened_to_plan, plan_session, training_job
 from graftune.training.ranks import SingleProcess
 from graftune.training.run import PreparedRun
-from graftune.weights.base import with_new_tokens
 
 USUAL_HELD_OUT = 64  # prompts of an evaluation, unless eval_examples says otherwise
 
@@ -95,10 +94,8 @@ def prepare_rl(
     free = free_bytes(device) if device.type == "cpu" else 0
     with console.working("opening the base"):
         config, base, adapter = opened(config)
-    tokens = config.lora.new_tokens
-    reader = with_template(with_new_tokens(base, tokens) if tokens else base, config, adapter).tokenizer
     with console.working("reading the data"):
-        data = _read(config, reader, config.data.data, console)
+        data = _read(config, reader_of(config, base, adapter), config.data.data, console)
     if not chosen_length:  # no longer than needed: memory is planned for it
         config = config.replace(max_seq_len=_needed(config, data))
     config = _with_auto(config, base.spec.parameters, console)
@@ -129,7 +126,7 @@ def job_of(config: Config, console: Console, memory: int = 0, model: CardModel |
     chosen = config.data.max_seq_len
     config, base, adapter, runtime, card, memory = opened_to_plan(with_policy_loss(config), console, memory, model)
     if config.data.data:
-        data = _read(config, with_template(base, config, adapter).tokenizer, config.data.data, console)
+        data = _read(config, reader_of(config, base, adapter), config.data.data, console)
         prompts, config = data.lengths, config.replace(max_seq_len=chosen or _needed(config, data))
     else:
         config = config.replace(max_seq_len=min(config.data.longest(), base.spec.max_positions))

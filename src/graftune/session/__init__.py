@@ -15,6 +15,7 @@ from graftune.session.opening import (
     check_method,
     check_recompute,
     open_session,
+    reader_of,
     with_template,
 )
 from graftune.session.parts import Parts, loader_of
@@ -33,5 +34,6 @@ __all__ = [
     "check_recompute",
     "loader_of",
     "open_session",
+    "reader_of",
     "with_template",
 ]

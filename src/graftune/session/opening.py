@@ -31,6 +31,7 @@ from graftune.session.session import Session
 from graftune.settings import auto
 from graftune.settings.config import Config
 from graftune.settings.sections import LoraConfig
+from graftune.tokenizer import Tokenizer
 from graftune.weights.adapter import load_adapter
 from graftune.weights.adapter_fit import Adapter, place_adapter
 from graftune.weights.base import Base, open_base, with_new_tokens
@@ -198,6 +199,12 @@ def with_template(base: Base, config: Config, adapter: Adapter | None) -> Base:
     if template is base.tokenizer.template:
         return base
     return dataclasses.replace(base, tokenizer=dataclasses.replace(base.tokenizer, template=template))
+
+
+def reader_of(config: Config, base: Base, adapter: Adapter | None) -> Tokenizer:
+    """The tokenizer that data is read with: with the added tokens and the chat template."""
+    new = config.lora.new_tokens
+    return with_template(with_new_tokens(base, new) if new else base, config, adapter).tokenizer
 
 
 def check_base(base: Base, trained_on: str, any_base: bool, where: Path | str) -> None:

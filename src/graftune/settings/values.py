@@ -91,8 +91,6 @@ def coerced(name: str, hint: Any, value: Any, where: str) -> Any:
         return value
     hint = number or hint
     origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
-        raise AssertionError(f"{name}: optional fields are not part of the tree; use an empty value")
     if origin is Literal:
         choices = typing.get_args(hint)
         if isinstance(value, bool) and {"yes", "no"} <= set(choices):  # what YAML makes of either without quotes
@@ -108,13 +106,9 @@ def coerced(name: str, hint: Any, value: Any, where: str) -> Any:
         return tuple(value)
     if origin is dict:
         return _mapping(name, typing.get_args(hint)[1], value, where)
-    if hint is bool:
-        if not isinstance(value, bool):
-            raise wrong("true or false")
-        return value
-    if hint is int:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise wrong("a whole number")
+    if hint in (bool, int):
+        if type(value) is not hint:
+            raise wrong("true or false" if hint is bool else "a whole number")
         return value
     if hint is float:
         return _number(value, wrong)

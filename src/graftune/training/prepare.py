@@ -38,7 +38,7 @@ from graftune.observe.memory import forget_earlier_runs, forget_peak, human_byte
 from graftune.plan import Card, CardModel, Job, Plan, any_data, is_absent, resolve_auto, runtime_for
 from graftune.run_folder import adapter_folder, with_adapter
 from graftune.runtime import Runtime, set_up
-from graftune.session import Parts, check_method, check_recompute, loader_of, open_session, with_template
+from graftune.session import Parts, check_method, check_recompute, loader_of, open_session, reader_of
 from graftune.session.parts import UNPLANNED
 from graftune.session.references import with_references
 from graftune.settings import auto
@@ -54,7 +54,7 @@ from graftune.training.run import PreparedRun
 from graftune.training.samples import SampleQuestions
 from graftune.weights.adapter import load_adapter
 from graftune.weights.adapter_fit import Adapter
-from graftune.weights.base import Base, open_base, with_new_tokens
+from graftune.weights.base import Base, open_base
 
 PLANNED_ON = ("cuda", "cpu")  # kinds of devices
 
@@ -184,8 +184,7 @@ def _with_steps(config: Config, base: Base, data: RunData | None, console: Conso
 
 
 def _read(config: Config, base: Base, adapter: Adapter | None, path: DataValue, console: Console) -> RunData:
-    new_tokens = config.lora.new_tokens
-    reader = with_template(with_new_tokens(base, new_tokens) if new_tokens else base, config, adapter).tokenizer
+    reader = reader_of(config, base, adapter)
     if reader.template is not None:
         reader.template.checked_source()  # refused now, not when the first adapter is saved with it
     if note := reader.refused_template:

@@ -4,52 +4,43 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from graftune.data.template import chat_format
 from graftune.errors import GraftuneError
 from graftune.model.part import AttentionShape
 from graftune.observe.memory import human_bytes
+from graftune.settings.sections import DataConfig
 from graftune.tokenizer import Tokenizer
 from graftune.weights.adapter import is_adapter, load_adapter
 from graftune.weights.base import Base, open_base
 
-
-@dataclass(frozen=True)
-class Report:
-    facts: dict[str, Any]
-    error: GraftuneError | None = None  # why it cannot be trained
-
-    @property
-    def document(self) -> dict[str, Any]:
-        return self.facts | {"trainable": self.error is None, "why_not": str(self.error) if self.error else None}
+Facts = dict[str, Any]
 
 
-def describe(name: str, revision: str = "") -> tuple[Report, Base | None]:
+def describe(name: str, revision: str = "") -> tuple[Facts, Base | None, GraftuneError | None]:
+    """Facts of a base, the base, and why it cannot be trained."""
     path = Path(name or ".").expanduser()
-    for place in (path, path / "adapter"):  # of a run
-        if name and is_adapter(place):
-            return _of_adapter(name, place), None
+    adapter = next((place for place in (path, path / "adapter") if name and is_adapter(place)), None)  # of a run
     try:
+        if adapter is not None:
+            return _of_adapter(name, adapter)
         base = open_base(name, revision)
     except GraftuneError as error:
-        return Report({"base": name} if name else {}, error), None
-    return Report(base_facts(base)), base
+        return {"adapter" if adapter else "base": name} if name else {}, None, error
+    return base_facts(base), base, None
 
 
-def _of_adapter(name: str, place: Path) -> Report:
-    try:
-        adapter = load_adapter(place)
-    except GraftuneError as error:
-        return Report({"adapter": name}, error)
+def _of_adapter(name: str, place: Path) -> tuple[Facts, None, GraftuneError]:
+    adapter = load_adapter(place)
     lora, base = adapter.lora, adapter.base_name or "a base it does not name"
     facts = {"adapter": name, "of": base, "rank": lora.rank, "alpha": lora.alpha, "targets": ", ".join(lora.targets)}
     fix = "ask the doctor about its base; chat, eval and export take it, and train with --adapter goes on from it"
-    return Report(facts, GraftuneError(f"is not a base but an adapter, of {base}", where=name, fix=fix))
+    return facts, None, GraftuneError(f"is not a base but an adapter, of {base}", where=name, fix=fix)
 
 
-def base_facts(base: Base) -> dict[str, Any]:
+def base_facts(base: Base) -> Facts:
     spec, tokenizer = base.spec, base.tokenizer
     files = base.files
     experts, chosen = spec.expert_counts
@@ -84,9 +75,18 @@ def _outside(base: Base) -> str:
 
 
 def _template(tokenizer: Tokenizer) -> str:
-    if tokenizer.template_fault is not None:
-        return f"cannot be used ({tokenizer.template_fault.what}): give another with --template, or --template none"
-    return "yes" if tokenizer.template is not None else "none: give --template, or train on plain text"
+    """Whether the chat template can be used, which is tried."""
+    if tokenizer.template is None and tokenizer.template_fault is None:
+        return "none: give --template, or train on plain text"
+    fault = tokenizer.template_fault
+    try:
+        if fault is None:
+            chat_format(tokenizer, DataConfig())
+    except GraftuneError as error:
+        fault = error
+    return (
+        "yes" if fault is None else f"cannot be used ({fault.what}): give another with --template, or --template none"
+    )
 
 
 def _weights(stored: Iterable[tuple[str, int]]) -> str:
