@@ -27,13 +27,6 @@ def test_a_file_where_the_folder_should_be(base: Path, data: Path, tmp_path: Pat
     assert file.read_text() == "precious"
 
 
-def test_a_place_where_nobody_may_write(base: Path, data: Path, refuse: Refuse) -> None:
-    """Root may write to read-only folders, but not into /proc."""
-    if not Path("/proc/self").exists():
-        pytest.skip("no /proc here")
-    assert "cannot be written to" in refuse(base, data, out=Path("/proc/graftune/run"))
-
-
 def test_a_read_only_file_system(base: Path, data: Path, tmp_path: Path, refuse: Refuse, monkeypatch) -> None:
     def mkdir(self: Path, *args: Any, **kwargs: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))

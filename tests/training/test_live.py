@@ -23,7 +23,7 @@ from graftune.observe import trackers
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
 from graftune.observe.progress import WorkProgress
-from graftune.observe.speed import Amounts, Meter
+from graftune.observe.speed import Amounts
 from graftune.observe.trackers import Tracking, epochs_done, metrics_of
 from graftune.settings.config import Config
 from graftune.settings.sections import TrainConfig
@@ -306,17 +306,6 @@ def test_what_is_sent_has_the_names_that_others_know() -> None:
     assert metrics_of(step | more) == metrics_of(step) | {f"train/{name}": value for name, value in own.items()}
     assert metrics_of({"event": "eval", "step": 3, "loss": None, "perplexity": 2.0}) == {"eval/perplexity": 2.0}
     assert metrics_of({"event": "sample", "step": 3}) == {}
-
-
-def test_rates_are_amounts_over_the_window_without_pauses() -> None:
-    now = [0.0]
-    meter = Meter(100, window=3, clock=lambda: now[0])
-    for step in range(1, 8):
-        now[0] += 2.0
-        meter.update(step, 10, Amounts(flops=4e12, floor=1.5, idle=0.5))
-        with meter.paused():
-            now[0] += 100.0
-    assert meter.rates == pytest.approx(Amounts(2e12, 0.75, 0.25))
 
 
 def test_the_line_says_what_is_known_of_the_speed() -> None:

@@ -21,9 +21,8 @@ from graftune.dashboard.runs import Runs, WatchedRun
 from graftune.dashboard.states import RUNNING
 from graftune.dashboard.streams import message
 from graftune.dashboard.views import checkpoints
-from graftune.dashboard.worker import Worker
+from graftune.dashboard.worker import Document, Worker
 
-Document = dict[str, Any]
 MOST_MESSAGES, LONGEST_MESSAGE, MOST_TOKENS = 200, 100_000, 4096
 ROLES = ("system", "user", "assistant")
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from typing import Any
 
 from graftune.dashboard.reading import is_file, read_bytes
 from graftune.dashboard.runs import WatchedRun
-from graftune.dashboard.worker import Worker
+from graftune.dashboard.worker import Document, Worker
 from graftune.io import user_cache
 
-Document = dict[str, Any]
 PREVIEW = "preview.jsonl"
 LARGEST = 5 << 20  # bytes of the file; a run writes 4 MiB at most
 MOST_ON_A_PAGE = 100

@@ -27,7 +27,7 @@ from graftune.model.spec import ModelSpec
 from graftune.settings.sections import LoraConfig
 from graftune.settings.targets import is_target, ordered_targets
 from graftune.weights import experts, names, rows, safetensors_io
-from graftune.weights.adapter_fit import TABLES, Adapter
+from graftune.weights.adapter_fit import TABLES, Adapter, adapted_paths
 from graftune.weights.apr import load_apr
 from graftune.weights.base import Base
 from graftune.weights.finite import is_finite
@@ -290,7 +290,7 @@ def _understood(
             if values.get(key):
                 raise _uses(f"{key} beside adapters on experts", path)
         tensors = experts.adapters_from_peft(tensors, wrapped, int(rank))
-        found_paths = _paths_of(tensors)
+        found_paths = adapted_paths(tensors)
         missing = [name for name in listed if not any(f".{path}".endswith(f".{name}") for path in found_paths)]
         targets = [*short_targets(found_paths), *missing]  # `place_adapter` says which tensor is missing
         if not all(map(is_target, targets)):
@@ -314,14 +314,3 @@ def _understood(
         new_tokens=tuple(added),
     )
     return lora, tensors, partial
-
-
-def _paths_of(tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """The projections that have adapters, by their paths."""
-    found: set[str] = set()
-    for name in tensors:
-        stem, _, matrix = name.removesuffix(".weight").rpartition(".")
-        if matrix == "lora_A" and stem.count(".") > 1:
-            path = stem.split(".", 2)[2]
-            found |= experts.paths_of(path) if experts.is_expert_adapter(name) else {path}
-    return found

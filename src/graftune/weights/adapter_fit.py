@@ -58,6 +58,17 @@ def fitted(adapter: Adapter, spec: ModelSpec, tensors: Mapping[str, RowSource] =
     return dataclasses.replace(adapter, tensors=found, order="")
 
 
+def adapted_paths(tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """The projections that have adapters, by their paths."""
+    found: set[str] = set()
+    for name in tensors:
+        stem, _, matrix = name.removesuffix(".weight").rpartition(".")
+        if matrix == "lora_A" and stem.count(".") > 1:
+            path = stem.split(".", 2)[2]
+            found |= experts.paths_of(path) if experts.is_expert_adapter(name) else {path}
+    return found
+
+
 def check_tables(adapter: Adapter) -> None:
     """Refuses an adapter with a trained embedding or head: the engine takes only the rows of added tokens from them."""
     for module in TABLES if not adapter.lora.new_tokens else ():

@@ -17,7 +17,7 @@ from graftune.model.families import by_architecture, modules_of, short_targets
 from graftune.settings.sections import LoraConfig
 from graftune.settings.targets import TARGETS
 from graftune.weights import experts
-from graftune.weights.adapter_fit import Adapter
+from graftune.weights.adapter_fit import Adapter, adapted_paths
 from graftune.weights.gguf_io import read_gguf
 
 # Our keys beside those of llama.cpp: they name the base and say how to chat with the adapter.
@@ -83,8 +83,4 @@ def _settings(
     if len(ranks) != 1:
         what = "ranks that differ between projections" if ranks else "no tensors"
         raise GraftuneError(f"the adapter uses {what}", where=str(path), fix="this cannot be loaded here")
-    adapted: set[str] = set()
-    for name in tensors:
-        projection = name.removesuffix(".weight").rpartition(".")[0].split(".", 2)[2]
-        adapted |= experts.paths_of(projection) if experts.is_expert_adapter(name) else {projection}
-    return LoraConfig(rank=ranks.pop(), alpha=alpha, targets=short_targets(adapted, modules))
+    return LoraConfig(rank=ranks.pop(), alpha=alpha, targets=short_targets(adapted_paths(tensors), modules))

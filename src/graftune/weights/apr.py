@@ -41,7 +41,7 @@ from graftune.model.families import FAMILIES, MODULES, family_of, modules_of, sh
 from graftune.model.spec import ModelSpec
 from graftune.settings.sections import LoraConfig
 from graftune.weights import experts, rows
-from graftune.weights.adapter_fit import Adapter, fitted
+from graftune.weights.adapter_fit import Adapter, adapted_paths, fitted
 from graftune.weights.opening import open_map
 
 SCHEMA = "1.3.0"
@@ -171,7 +171,7 @@ def _settings(
     path: Path,
 ) -> LoraConfig:
     rank, plain, stabilised = metadata["lora_rank"], metadata["lora_alpha"], ours.get("rslora_alpha")
-    adapted = {match[2] for name in tensors if (match := _OURS.fullmatch(name))}
+    adapted = adapted_paths(tensors)
     new_tokens = ours.get("new_tokens") or []
     dropout = ours.get("dropout") or 0.0
     sound = stabilised is None or _is_sensible(stabilised)
