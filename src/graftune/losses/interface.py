@@ -109,7 +109,7 @@ class Loss(ABC):
             read, dtype = (token_references_of, torch.float32) if per_token else (references_of, torch.float64)
             field = Field(_STORED[self.reference], dtype, read, self.reference_per)
             layout = replace(layout, fields=(*layout.fields, field))
-        if self.data.members == 1:
+        if self.data.members < 2:
             return layout
         self._check_groups(groups_of(examples))
         return replace(layout, groups=groups_of)
