@@ -280,6 +280,8 @@ def _understood(
 ) -> tuple[LoraConfig, dict[str, torch.Tensor], bool]:
     """(settings, tensors by our names, whether modules may be missing)."""
     rank, alpha, partial = values["r"], values["lora_alpha"], False
+    if not 1 <= rank <= 4096 or rank != int(rank):  # PEFT makes its modules by it, whatever the tensors have
+        raise ValueError(f"r {rank}")
     targets: Collection[str]
     if parameters := values.get("target_parameters"):
         wrapped = experts.wrapped_parameters(parameters) if isinstance(parameters, list) else None
