@@ -37,22 +37,16 @@ Encoded = list[tuple[list[int], Any]]
 
 
 @dataclass
-class Rendered:
-    kind: str
-    texts: list[str]
-    passages: list[Passage] | None = None  # with these texts; None: it is a `text` record
-    weight: float = 1.0  # of a text's loss
-
-
-@dataclass
 class Pending:
-    """A row between rendering and encoding: its records, or why it is not used."""
+    """A row between rendering and encoding: its texts, or why it is not used."""
 
     row: Row
     refusal: Refusal | None = None
-    records: list[Rendered] = field(default_factory=list)
+    kind: str = ""  # of its records
+    passages: list[Passage] = field(default_factory=list)  # with these texts; none: it is a `text` record
+    texts: list[str] = field(default_factory=list)
+    weight: float = 1.0  # of a `text` record's loss
     numbers: dict[str, float] = field(default_factory=dict)
-    texts: list[str] = field(default_factory=list)  # of all its records
 
 
 @dataclass
@@ -114,20 +108,21 @@ class RowEncoder:
             if isinstance(row.value, Refusal):
                 raise row.value
             records, numbers = self.kind.records(row.value), self.kind.numbers_of(row.value)
+            if self.kind.members not in (0, len(records)):
+                what = f"{len(records)} records where {self.kind.name} have {self.kind.members}"
+                raise Refusal(INCOMPLETE, what)
             for note in dict.fromkeys(note for record in records for note in record.notes):
                 self._note(note)
-            made = [self._record(record) for record in records]
-            return Pending(row, None, made, numbers, [text for record in made for text in record.texts])
+            first = records[0]
+            if first.kind == "text":
+                self._note_control([first.text])
+                return Pending(row, kind="text", texts=[first.text], weight=first.weight, numbers=numbers)
+            passages = [passage for record in records for passage in self._passages(record)]
+            # A template may print what comes from anywhere in a row.
+            texts = [as_unicode(passage.text) for passage in passages]
+            return Pending(row, kind=first.kind, passages=passages, texts=texts, numbers=numbers)
         except Refusal as refusal:
             return Pending(row, _without_frames(refusal))
-
-    def _record(self, record: Record) -> Rendered:
-        if record.kind == "text":
-            self._note_control([record.text])
-            return Rendered(record.kind, [record.text], weight=record.weight)
-        passages = self._passages(record)
-        # A template may print what comes from anywhere in a row.
-        return Rendered(record.kind, [as_unicode(passage.text) for passage in passages], passages)
 
     def _passages(self, record: Record) -> list[Passage]:
         fitter, messages = self._fitter(record), record.messages
@@ -141,7 +136,10 @@ class RowEncoder:
         if record.tools and not form.renders_tools:
             self._note("tools given that the template does not render")
         self._note_control([message["content"] or "" for message in messages])
-        return fitter.passages(messages, record.tools, trained)
+        passages = fitter.passages(messages, record.tools, trained)
+        if self.kind.members and len(passages) > 1:
+            raise Refusal(INCOMPLETE, SEVERAL)
+        return passages
 
     def _chunk(self, pending: list[Pending], coming: Future[Encoded]) -> Chunk:
         chunk, encoded, done = Chunk(), coming.result(), 0
@@ -170,12 +168,13 @@ class RowEncoder:
             summary.bump("refused", refusal.reason)
             self._detail(chunk, row, refusal.text)
             return
-        summary.bump("kinds", one.records[0].kind)
-        # A long text loses nothing.
-        whole = [record.passages is not None for record in one.records for _ in record.texts]
-        for (tokens, _), counts in zip(encoded, whole, strict=True):
-            if counts:
-                summary.lengths[len(tokens)] = summary.lengths.get(len(tokens), 0) + 1
+        summary.bump("kinds", one.kind)
+        # A long text loses nothing, so the lengths of its windows are counted.
+        whole = (
+            [tokens for tokens, _ in encoded] if one.passages else [one.example.tokens for one in made if one.example]
+        )
+        for length in map(len, whole):
+            summary.lengths[length] = summary.lengths.get(length, 0) + 1
         for built in made:
             self._count(built, one, chunk)
         for note in dict.fromkeys(note for built in made for note in built.notes):
@@ -183,36 +182,22 @@ class RowEncoder:
 
     def _built(self, one: Pending, encoded: Encoded) -> list[Built]:
         """The row's examples, with its number and numbers; where they belong together, all of them or a Refusal."""
-        if self.kind.members:
-            made = self._with_one_prompt(one, encoded)
-        else:
-            parts = iter(encoded)
-            made = [built for record in one.records for built in self._of_record(record, parts)]
-        group = one.row.key if self.kind.members > 1 else -1
-        return [_placed(built, one.row.key, group, one.numbers) for built in made]
-
-    def _with_one_prompt(self, one: Pending, encoded: Encoded) -> list[Built]:
-        assert self.fitter is not None
-        passages = [passage for record in one.records for passage in record.passages or ()]
-        if len(one.records) != self.kind.members:
-            found = f"{len(one.records)} records where {self.kind.name} have {self.kind.members}"
-            raise Refusal(INCOMPLETE, found)
-        if len(passages) != len(one.records):
-            raise Refusal(INCOMPLETE, SEVERAL)
-        return fit_together(self.fitter, passages, encoded)
-
-    def _of_record(self, record: Rendered, encoded: Iterator[tuple[list[int], Any]]) -> list[Built]:
-        if record.passages is None:
-            tokens, _ = next(encoded)
-            made = list(windows(record.texts[0], tokens, self.tokenizer, self.config.longest(), record.weight))
-            note = "texts longer than max_seq_len, divided into several examples"
+        if not one.passages:
+            ((tokens, _),) = encoded
+            made = list(windows(one.texts[0], tokens, self.tokenizer, self.config.longest(), one.weight))
+            several = "texts longer than max_seq_len, divided into several examples"
         else:
             assert self.fitter is not None
-            made = [built for passage in record.passages for built in self.fitter.finish(passage, *next(encoded))]
-            note = "conversations divided into several examples"
-        if len(made) > 1:
-            self._note(note)
-        return made
+            if self.kind.members:
+                made = fit_together(self.fitter, one.passages, encoded)
+            else:
+                pairs = zip(one.passages, encoded, strict=True)
+                made = [built for passage, given in pairs for built in self.fitter.finish(passage, *given)]
+            several = "conversations divided into several examples"
+        if len(made) > max(1, self.kind.members):
+            self._note(several)
+        group = one.row.key if self.kind.members > 1 else -1
+        return [_placed(built, one.row.key, group, one.numbers) for built in made]
 
     def _count(self, built: Built, one: Pending, chunk: Chunk) -> None:
         summary, example = self.summary, built.example
@@ -227,8 +212,6 @@ class RowEncoder:
             summary.tokens += size * times
             summary.response_tokens += example.response_tokens * times
             summary.longest = max(summary.longest, size)
-            if one.records[0].passages is None:
-                summary.lengths[size] = summary.lengths.get(size, 0) + 1
             chunk.entries.append(NewExample(example, built.prompt, built.reference, built.messages, times))
 
     def _detail(self, chunk: Chunk, row: Row, why: str) -> None:
