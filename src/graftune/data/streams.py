@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bz2
 import codecs
-import gzip
 import io
 import lzma
 import re
@@ -28,6 +27,7 @@ FORMATS = (*TEXT_FORMATS, ".parquet")
 COMPRESSED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", ".bz2": b"BZh", ".xz": b"\xfd7zXZ\x00"}
 SCANNED = 64 << 20  # bytes looked at to tell the encoding
 CHUNK = 1 << 20
+PACKED = 1 << 12  # compressed bytes that are unpacked at a time: they may become a hundred megabytes
 MAX_UNPACKED = 64.0  # GiB: the setting's default
 CONVERT = "convert it, as with: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW (naming its true encoding)"
 
@@ -144,7 +144,7 @@ def reading(shown: str) -> Iterator[None]:
         yield
     except UnicodeDecodeError:
         raise GraftuneError("is not UTF-8 text", where=shown, fix=CONVERT) from None
-    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+    except EOFError as error:
         raise GraftuneError(
             f"is damaged or cut off ({error})", where=shown, fix="download or compress it again"
         ) from None
@@ -155,32 +155,59 @@ def reading(shown: str) -> Iterator[None]:
 
 @contextmanager
 def _unpacked(path: Path, packed: str, shown: str, max_unpacked: float) -> Iterator[BinaryIO]:
-    if not packed:
-        with open_plain(path) as stream:
-            yield stream
-    else:
-        openers: dict[str, Any] = {
-            ".gz": gzip.open,
-            ".bz2": bz2.open,
-            ".xz": lzma.open,
-            ".zst": lambda file: _zstandard(shown, file),
-        }
-        with open_plain(path) as file, openers[packed](file) as stream:
-            yield io.BufferedReader(_Counted(stream, shown, max_unpacked), CHUNK)
+    with open_plain(path) as file:
+        yield io.BufferedReader(_Unpacked(file, packed, shown, max_unpacked), CHUNK) if packed else file
 
 
-class _Counted(io.RawIOBase):
-    """The unpacked bytes of a compressed file, up to a limit: the file may be a thousandth of them."""
+def _opener(packed: str, shown: str) -> tuple[Callable[[], Any], type[Exception]]:
+    """What begins to unpack a stream of this compression (an object with `decompress`, `eof` and `unused_data`), and
+    what it raises where the stream is damaged."""
+    if packed == ".zst":
+        try:
+            import zstandard
+        except ImportError:
+            raise GraftuneError(
+                "reading .zst needs zstandard", where=shown, fix="pip install graftune[zstd], or unpack it with zstd -d"
+            ) from None
+        return zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError
+    openers: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
+        ".gz": (lambda: zlib.decompressobj(zlib.MAX_WBITS | 16), zlib.error),  # with gzip's header
+        ".bz2": (bz2.BZ2Decompressor, OSError),
+        ".xz": (lzma.LZMADecompressor, lzma.LZMAError),
+    }
+    return openers[packed]
 
-    def __init__(self, stream: BinaryIO, shown: str, max_unpacked: float):
-        self.stream, self.shown, self.limit = stream, shown, max_unpacked
+
+class _Unpacked(io.RawIOBase):
+    """The streams of a compressed file as one, up to a limit: the file may be a thousandth of them. (zstandard's own
+    reader takes a file that was cut off as whole.)"""
+
+    def __init__(self, file: BinaryIO, packed: str, shown: str, max_unpacked: float):
+        self.file, self.shown, self.limit = file, shown, max_unpacked
+        self.opener, self.failure = _opener(packed, shown)
         self.left = int(max_unpacked * 2**30)
+        self.stream: Any = None  # the one that is open
+        self.ready, self.rest = memoryview(b""), b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, target: Any) -> int:
-        count = self.stream.readinto(target)  # type: ignore[attr-defined]
+        while not self.ready:
+            packed = self.rest or self.file.read(PACKED)
+            if not packed:
+                if self.stream is not None:
+                    raise EOFError("the file ends within a compressed stream")
+                return 0
+            self.stream = self.stream or self.opener()
+            try:
+                self.ready, self.rest = memoryview(self.stream.decompress(packed)), b""
+            except self.failure as error:
+                raise EOFError(str(error)) from None
+            if self.stream.eof:  # zeros may fill up the file behind a stream
+                self.stream, self.rest = None, self.stream.unused_data.lstrip(b"\0")
+        count = min(len(target), len(self.ready))
+        target[:count], self.ready = self.ready[:count], self.ready[count:]
         self.left -= count
         if self.left < 0:
             raise too_large(self.shown, self.limit)
@@ -193,44 +220,3 @@ def too_large(shown: str, max_unpacked: float) -> GraftuneError:
         where=shown,
         fix="raise max_unpacked if that is meant",
     )
-
-
-@contextmanager
-def _zstandard(shown: str, file: BinaryIO) -> Iterator[BinaryIO]:
-    try:
-        import zstandard
-    except ImportError:
-        raise GraftuneError(
-            "reading .zst needs zstandard", where=shown, fix="pip install graftune[zstd], or unpack it with zstd -d"
-        ) from None
-    try:
-        yield io.BufferedReader(_Frames(file, zstandard.ZstdDecompressor().decompressobj), CHUNK)
-    except zstandard.ZstdError as error:
-        raise EOFError(str(error)) from None
-
-
-class _Frames(io.RawIOBase):
-    """The frames of a .zst file as one stream. The package's own reader takes a file that was cut off as whole."""
-
-    def __init__(self, file: BinaryIO, frame: Callable[[], Any]):
-        self.file, self.new_frame = file, frame
-        self.frame: Any = None  # the one that is open
-        self.ready, self.rest = memoryview(b""), b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, target: Any) -> int:
-        while not self.ready:
-            packed = self.rest or self.file.read(1 << 16)
-            if not packed:
-                if self.frame is not None:
-                    raise EOFError("the file ends within a frame")
-                return 0
-            self.frame = self.frame or self.new_frame()
-            self.ready, self.rest = memoryview(self.frame.decompress(packed)), b""
-            if self.frame.eof:
-                self.frame, self.rest = None, self.frame.unused_data
-        count = min(len(target), len(self.ready))
-        target[:count], self.ready = self.ready[:count], self.ready[count:]
-        return count
