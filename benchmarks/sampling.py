@@ -30,7 +30,7 @@ import graftune
 from benchmarks import cases
 from benchmarks import measure as record
 from graftune.batch import Example
-from graftune.data.sample import sample_path
+from graftune.data.sample import sample_for
 from graftune.infer.generate import Token, requests_of, sampler_for
 from graftune.infer.sample import Sampling
 from graftune.model.decoder import PackedDocuments
@@ -85,7 +85,7 @@ def _difference(parts: Any, prompts: list[list[int]], answers: list[list[Token]]
 
 def real(base: str, dtype: str, device: torch.device, count: int = 64, new: int = 128) -> dict[str, Any]:
     """A trained model's answers at temperature 1: how far their log-probabilities are from those of a forward pass."""
-    rows = [json.loads(line)["messages"] for line in sample_path().read_text().splitlines()[:count]]
+    rows = [json.loads(line)["messages"] for line in sample_for("answers").read_text().splitlines()[:count]]
     questions = [[turn for turn in row if turn["role"] == "user"] for row in rows]
     compute = "bf16" if device.type == "cuda" else "fp32"
     with graftune.open(base, base_dtype=dtype, compute_dtype=compute, device=str(device)) as session:

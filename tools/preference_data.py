@@ -6,7 +6,7 @@ Each reply has three sentences: thanks, the price, and the day of delivery. The 
 rejected reply has the same sentences in one of the five others. So both replies have the same words and the same
 length, and only the order tells them apart. SmolLM2-135M prefers this order to the others about half of the time
 (to price, day, thanks: hardly ever), so that training has something to change. The facts are in the prompt, so a tuned
-model's own replies can be scored (data/sample/replies.py). Records are short, about 48 tokens with SmolLM2's
+model's own replies can be scored (data/sample). Records are short, about 48 tokens with SmolLM2's
 template, since the first run people make is on a CPU. Choices are drawn by `random()` alone, whose sequence Python
 keeps across versions.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tools.sample_data import ITEMS, mixed, one_of
 
-from graftune.data.sample.replies import ORDER, replies_path
+from graftune.data.sample import ORDER, sample_for
 from graftune.io.files import write_file
 
 COUNT, SEED = 500, 35  # of which a run holds out a fifth
@@ -73,6 +73,6 @@ def rendered() -> bytes:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else replies_path()
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else sample_for("pairs")
     write_file(target, rendered())
     print(f"{target}: {COUNT} pairs")

@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from graftune.data.sample import sample_path
-from graftune.data.sample.score import TOPICS
+from graftune.data.sample import TOPICS, sample_for
 from graftune.io.files import write_file
 
 T = TypeVar("T")
@@ -128,6 +127,6 @@ def rendered() -> bytes:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else sample_path()
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else sample_for("answers")
     write_file(target, rendered())
     print(f"{target}: {COUNT} records")

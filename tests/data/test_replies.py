@@ -12,14 +12,14 @@ from tools import preference_data
 from graftune.data.dataset import prepare, split
 from graftune.data.encoded import side_of
 from graftune.data.pairs import PAIRS
-from graftune.data.sample import replies_path, sample_for, score_reply, score_sample
+from graftune.data.sample import sample_for, score_reply, score_sample
 from graftune.errors import GraftuneError
 from graftune.settings.sections import DataConfig
 from tests.data.helpers import CHATML, with_template
 
 
 def pairs() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in replies_path().read_text().splitlines()]
+    return [json.loads(line) for line in sample_for("pairs").read_text().splitlines()]
 
 
 def sides(row: dict[str, Any]) -> list[str]:
@@ -27,7 +27,7 @@ def sides(row: dict[str, Any]) -> list[str]:
 
 
 def test_the_file_is_what_the_generator_writes() -> None:
-    assert preference_data.rendered() == replies_path().read_bytes()
+    assert preference_data.rendered() == sample_for("pairs").read_bytes()
     assert len({json.dumps(row["prompt"]) for row in pairs()}) == len(pairs()) == 500, "no prompt occurs twice"
 
 

@@ -9,17 +9,16 @@ from pathlib import Path
 import pytest
 from tools import sample_data
 
-from graftune.data.sample import is_sample_hash, sample_path, score_all
-from graftune.data.sample.score import KEYS, TOPICS
+from graftune.data.sample import KEYS, TOPICS, is_sample_hash, sample_for, score_all
 from graftune.io import digest
 
 
 def test_the_file_is_what_the_generator_writes() -> None:
-    assert sample_data.rendered() == sample_path().read_bytes()
+    assert sample_data.rendered() == sample_for("answers").read_bytes()
 
 
 def rows() -> list[list[dict[str, str]]]:
-    return [json.loads(line)["messages"] for line in sample_path().read_text().splitlines()]
+    return [json.loads(line)["messages"] for line in sample_for("answers").read_text().splitlines()]
 
 
 def test_records() -> None:
@@ -72,20 +71,19 @@ REFERENCE = '{"topic":"refund","order":4821,"urgent":false}'
     ],
 )
 def test_score(answer: str, right: bool) -> None:
-    assert score_all([(REFERENCE, answer)]).exact == right
+    assert score_all([(REFERENCE, answer)])["exact"] == right
 
 
 def test_score_all() -> None:
     answers = [REFERENCE, REFERENCE.replace("false", "true"), "no", '{"topic":"cancel","order":4821,"urgent":false}']
     report = score_all((REFERENCE, answer) for answer in answers)
-    assert (report.exact, report.valid_json, report.total, report.share) == (1, 3, 4, 0.25)
-    assert report.fields == {"topic": 0.5, "order": 0.75, "urgent": 0.5}
-    assert score_all([]).share == 0
+    fields = {"topic": 0.5, "order": 0.75, "urgent": 0.5}
+    assert report == {"exact": 0.25, "valid_json": 3, "total": 4, "fields": fields}
 
 
 def test_the_sample_is_known_by_its_content(tmp_path: Path) -> None:
     copy = tmp_path / "mine.jsonl"
-    copy.write_bytes(sample_path().read_bytes())
+    copy.write_bytes(sample_for("answers").read_bytes())
     assert is_sample_hash(digest.sha256([copy]))
     copy.write_bytes(copy.read_bytes() + b"\n")
     assert not is_sample_hash(digest.sha256([copy]))

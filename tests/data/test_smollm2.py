@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from graftune.data.dataset import prepare, split
-from graftune.data.sample import sample_path, score_all
+from graftune.data.sample import sample_for, score_all
 from graftune.settings.sections import DataConfig
 from graftune.tokenizer import Tokenizer, from_gguf
 from tests.support.counting import Calls
@@ -25,7 +25,7 @@ def smol() -> Tokenizer:
 
 
 def test_the_sample_is_short_and_masked_right(smol: Tokenizer) -> None:
-    data = prepare(str(sample_path()), smol, DataConfig(strict=True))
+    data = prepare(str(sample_for("answers")), smol, DataConfig(strict=True))
     summary = data.summary
     assert summary.examples == 600 and summary.notes == {}
     assert summary.tokens / 600 < 60 and 16 < summary.response_tokens / 600 < 24
@@ -36,14 +36,14 @@ def test_the_sample_is_short_and_masked_right(smol: Tokenizer) -> None:
         assert answer == reference + "<|im_end|>"
         assert prompt.startswith("<|im_start|>system\nTo JSON.<|im_end|>\n<|im_start|>user\n")
         assert prompt.endswith("<|im_end|>\n<|im_start|>assistant\n")
-    assert score_all(zip(data.references, data.references, strict=True)).exact == 600
+    assert score_all(zip(data.references, data.references, strict=True))["exact"] == 1
     train, val = split(data, 0.2, 42)
     assert (len(train), len(val)) == (480, 120) and not set(train.prompts) & set(val.prompts)
 
 
 def test_preparing_takes_calls_in_proportion_to_rows(smol: Tokenizer, tmp_path: Path) -> None:
     """A hundred thousand short rows are a matter of a minute, not of an evening."""
-    rows, path = sample_path().read_bytes().splitlines(keepends=True), tmp_path / "rows.jsonl"
+    rows, path = sample_for("answers").read_bytes().splitlines(keepends=True), tmp_path / "rows.jsonl"
     made = []
     for count in (100, 300, 600):
         path.write_bytes(b"".join(rows[:count]))

@@ -15,7 +15,7 @@ from graftune import api
 from graftune.batch import Example
 from graftune.data.dataset import prepare
 from graftune.data.pack import pack
-from graftune.data.sample import sample_path
+from graftune.data.sample import sample_for
 from graftune.kernels import launch
 from graftune.model.frozen import Dense, Mapped, Unpacked
 from graftune.runtime import resolve
@@ -234,7 +234,7 @@ def test_adapters_of_a_real_model_move_as_pefts_over_bitsandbytes(real):
     model = oracle.peft_model(model, ours).train()  # as in the bnb fixture
     assert {p.frozen.kind for block in ours.decoder.blocks for p in block.projections} == {"nf4"}
     assert sum(isinstance(module, bitsandbytes.nn.Linear4bit) for module in model.modules()) == LAYERS * 7
-    rows = prepare(str(sample_path()), base.tokenizer, DataConfig()).examples
+    rows = prepare(str(sample_for("answers")), base.tokenizer, DataConfig()).examples
 
     def batches(number: int) -> list[Example]:
         return rows[number : number + 1]

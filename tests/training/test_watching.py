@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from graftune.api import train
-from graftune.data.sample import ScoreReport
 from graftune.observe.console import Console
 from graftune.observe.events import read_events
 from graftune.observe.report import document
@@ -45,7 +44,7 @@ def test_adapters_train_at_once_and_the_base_is_asked_at_the_end(
 def test_answers_on_the_way_change_nothing(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than the two that are shown are asked only for the score."""
     monkeypatch.setattr(samples_module, "is_sample_hash", lambda sha256: True)
-    monkeypatch.setattr(samples_module, "score_all", lambda pairs: ScoreReport(0, 0, len(list(pairs)), {}))
+    monkeypatch.setattr(samples_module, "score_all", lambda pairs: {"exact": 0})
     base, more = tiny_folder("llama"), {"max_steps": 3, "dropout": 0.1}
     run_of(base, tmp_path / "plain", **more)
     run_of(base, tmp_path / "asked", sample_every=1, **more)

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from graftune.data.dataset import Dataset
-from graftune.data.sample import ScoreReport, is_sample_hash, score_all
+from graftune.data.sample import is_sample_hash, score_all
 from graftune.data.template import stop_ids, usable_format
 from graftune.observe.console import AnswerRow, Console
 from graftune.observe.events import Event
@@ -70,9 +70,9 @@ class SampleQuestions(Questions):
         references = [q.reference for q in self.questions]
         asked = {"base": before, "tuned": after} if before else {"tuned": after}
         scores = {name: score_all(zip(references, answers, strict=True)) for name, answers in asked.items()}
-        shares = ", ".join(f"{name} {score.share:.0%}" for name, score in scores.items())
+        shares = ", ".join(f"{name} {score['exact']:.0%}" for name, score in scores.items())
         console.line(f"score on {len(references)} unseen records: {shares} exactly right")
-        return {"score": {name: _score_figures(score) for name, score in scores.items()}}
+        return {"score": scores}
 
 
 class Samples(Hook):
@@ -144,7 +144,3 @@ class Samples(Hook):
 def _together(state: RunState) -> bool:
     """Whether every forward pass needs all ranks."""
     return state.parts.placement.ranks > 0
-
-
-def _score_figures(report: ScoreReport) -> dict[str, Any]:
-    return {"exact": report.share, "valid_json": report.valid_json, "total": report.total, "fields": report.fields}
