@@ -315,11 +315,7 @@ class Block:
 
     def forward(self, stream: Stream, ctx: PassContext, rows: torch.Tensor | None = None) -> list[Any]:
         """Replaces the stream; returns what each branch saves. `rows`: the only rows that are needed behind it."""
-        saved = []
-        for number, branch in enumerate(self.branches):
-            self._select(stream, number, rows)
-            stream.x, stream.pending, kept = branch.forward(stream.x, stream.pending, self._ctx(number, ctx, rows))
-            saved.append(kept)
+        saved = [self._through(number, stream, ctx, rows) for number in range(len(self.branches))]
         self._select(stream, len(self.branches), rows)
         if self.stream_scale is not None:
             stream.x, stream.pending = stream.total().mul_(self.stream_scale), None
@@ -327,14 +323,18 @@ class Block:
 
     def recompute(self, x: torch.Tensor, ctx: PassContext, rows: torch.Tensor | None = None) -> list[Any]:
         """What `forward` saves, computed again from the block's input."""
-        stream, saved, last = Stream(x), list[Any](), len(self.branches) - 1
+        stream, last = Stream(x), len(self.branches) - 1
         del x
-        for number, branch in enumerate(self.branches[:-1]):
-            self._select(stream, number, rows)
-            stream.x, stream.pending, kept = branch.forward(stream.x, stream.pending, self._ctx(number, ctx, rows))
-            saved.append(kept)
+        saved = [self._through(number, stream, ctx, rows) for number in range(last)]
         self._select(stream, last, rows)
-        return [*saved, self.branches[-1].recompute(stream.x, stream.pending, self._ctx(last, ctx, rows))]
+        return [*saved, self.branches[last].recompute(stream.x, stream.pending, self._ctx(last, ctx, rows))]
+
+    def _through(self, number: int, stream: Stream, ctx: PassContext, rows: torch.Tensor | None) -> Any:
+        """One branch: replaces the stream, returns what the branch saves."""
+        self._select(stream, number, rows)
+        own = self._ctx(number, ctx, rows)
+        stream.x, stream.pending, saved = self.branches[number].forward(stream.x, stream.pending, own)
+        return saved
 
     def drop_recomputable(self, saved: list[Any]) -> list[Any]:
         return [branch.drop_recomputable(kept) for branch, kept in zip(self.branches, saved, strict=True)]

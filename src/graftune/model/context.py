@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -15,33 +15,30 @@ from graftune.kernels.attention import Documents
 from graftune.kernels.paged_attention import PagedKeys
 from graftune.kernels.short_conv import Columns
 
-
-class LayerInputs(Protocol):
-    """What the parts of a layer may read beside the residual stream, computed from the tokens of a pass: a per-layer
-    embedding, say."""
-
-    def of(self, layer: int) -> torch.Tensor:
-        """[T, P]."""
-
-    def add_grad(self, layer: int, grad: torch.Tensor, rows: torch.Tensor | None) -> None:
-        """Add the gradient of `of(layer)`, of all rows [T, P] or of the given ones [R, P]. Frozen inputs ignore it."""
-
-    def backward(self) -> torch.Tensor | None:
-        """Behind the backward of all layers: the gradient of the tokens' embeddings [T, D], if there is one."""
+if TYPE_CHECKING:
+    from graftune.model.feed_forward.routing import RoutingPass
+    from graftune.model.layer_inputs import LayerInputs
 
 
 Copy = tuple[torch.Tensor, torch.Tensor]  # from these, to these: indices of the same number
 
 
-class LayerCache(Protocol):
+class LayerCache:
     """What generation keeps of one layer's past; the layer's mixer makes it, fills it and reads it. A sequence that is
-    being generated has a slot for states, and pages of rows for keys and values."""
+    being generated has a slot for states, each [slots, ...], and pages of rows for keys and values (KeyValues)."""
+
+    def __init__(self, *states: torch.Tensor):
+        self.states = states
 
     def copy_(self, slots: Copy, rows: Mapping[int, Copy]) -> None:
         """Copy the states of slots; and the rows that layers with a window (0: none) keep."""
+        for held in self.states:
+            held.index_copy_(0, slots[1], held.index_select(0, slots[0]))
 
     def clear_(self, slots: torch.Tensor) -> None:
         """Make slots those of sequences that have no past."""
+        for held in self.states:
+            held.index_fill_(0, slots, 0.0)
 
 
 class Past(Protocol):
@@ -148,13 +145,6 @@ class SideStreams:
         self.join()
 
 
-class Routing(Protocol):
-    """Observes the choices of routers (feed_forward/routing.py)."""
-
-    def add(self, layer: int, scores: torch.Tensor, chosen: torch.Tensor, only_rows: bool) -> None:
-        """scores [T, E] and chosen [T, k] of a layer. `only_rows`: of the rows that predict something."""
-
-
 class RopeTables(NamedTuple):
     cos: torch.Tensor  # [T, R/2]
     sin: torch.Tensor
@@ -179,7 +169,7 @@ class PassContext:
     rows: torch.Tensor | None = field(default=None, init=False)  # the tokens that the stream's rows are; None: all
     # Nothing is saved but the inputs of blocks: what a part would save is released as early as possible.
     inputs_only: bool = field(default=False, init=False)
-    routing: Routing | None = field(default=None, init=False)  # takes the routers' choices; None: they are not observed
+    routing: RoutingPass | None = field(default=None, init=False)  # None: routers are not observed
 
     def of_rows(self, rows: torch.Tensor) -> PassContext:
         """The context of branches whose stream has only these rows."""

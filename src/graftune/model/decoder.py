@@ -7,7 +7,7 @@ says which of them belong together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,9 +17,10 @@ from graftune.batch import PackedBatch
 from graftune.kernels import attention, linear_cross_entropy, rms_norm, rope
 from graftune.model.block import Block, Stream, StreamGrad
 from graftune.model.bundles import EMBEDDING, HEAD, Bundles, Residents
-from graftune.model.context import Dropout, LayerInputs, PassContext, RopeTables, Sequences, SideStreams
+from graftune.model.context import Dropout, PassContext, RopeTables, Sequences, SideStreams
 from graftune.model.frozen import Frozen, Scratch, Trained
 from graftune.model.head import Head, NewRows, Output
+from graftune.model.layer_inputs import LayerInputMaker
 from graftune.model.part import NormWeight
 from graftune.model.rotary import Rope
 from graftune.model.spec import ModelSpec
@@ -40,8 +41,7 @@ class Decoder:
     embedding_norm: NormWeight | None = None
     scratch: Scratch | None = None  # of quantised weights, where there are any
     bundles: Bundles | Residents = field(default_factory=Residents)  # fetches frozen weights from elsewhere
-    # Tokens [T] and their embeddings [T, D] -> what parts read beside the residual stream; None: no part does.
-    layer_inputs: Callable[[torch.Tensor, torch.Tensor], LayerInputs] | None = None
+    layer_inputs: LayerInputMaker | None = None  # makes what parts read beside the residual stream; None: no part does
 
     def begin(
         self,

@@ -57,7 +57,7 @@ class LayerInputMaker:
     projection: Frozen
     norm: NormWeight
 
-    def __call__(self, tokens: torch.Tensor, x: torch.Tensor) -> PassLayerInputs:
+    def __call__(self, tokens: torch.Tensor, x: torch.Tensor) -> LayerInputs:
         """Tokens [T] and their embeddings [T, D] -> the inputs of all layers."""
         spec = self.spec
         projected = self.projection.matmul(x)
@@ -66,7 +66,7 @@ class LayerInputMaker:
         eps = spec.eps * spec.width
         _, rstd = rms_norm.add_forward(by_layer, None, self.norm.value, eps, made.view(-1, spec.inner))
         made.add_(self.table.rows(tokens), alpha=math.sqrt(spec.inner)).mul_(2**-0.5)
-        return PassLayerInputs(self, made, (tokens, x, projected, rstd) if self._trains else None)
+        return LayerInputs(self, made, (tokens, x, projected, rstd) if self._trains else None)
 
     @property
     def _trains(self) -> bool:
@@ -85,17 +85,19 @@ class LayerInputMaker:
         return self.projection.input_grad(grad)
 
 
-class PassLayerInputs:
-    """The inputs of all layers in one pass (context.LayerInputs), and where every weight trains their gradients."""
+class LayerInputs:
+    """The inputs of all layers in one pass, and where every weight trains their gradients."""
 
     def __init__(self, maker: LayerInputMaker, made: torch.Tensor, read: tuple[torch.Tensor, ...] | None):
         self.maker, self.made, self.read = maker, made, read  # made: [T, L P]
         self.grad = None if read is None else torch.zeros_like(made)
 
     def of(self, layer: int) -> torch.Tensor:
+        """[T, P]."""
         return self.made[:, self._columns(layer)]
 
     def add_grad(self, layer: int, grad: torch.Tensor, rows: torch.Tensor | None) -> None:
+        """Add the gradient of `of(layer)`, of all rows [T, P] or of the given ones [R, P]. Frozen inputs ignore it."""
         if self.grad is None:
             return
         place = self.grad[:, self._columns(layer)]

@@ -25,13 +25,12 @@ from graftune.kernels import adamw, grad_norm, launch, matmul, rehearsal
 from graftune.kernels.blocks import BlockTable, spans_of
 from graftune.kernels.rehearsal import LOGITS
 from graftune.losses import CrossEntropy, Loss, checked, reference_of, sums_ahead
-from graftune.model.arena import Arena
+from graftune.model.arena import Arena, Start
 from graftune.model.block import Stream
 from graftune.model.context import Dropout, SideStreams
 from graftune.model.decoder import Decoder
 from graftune.model.feed_forward.routing import RoutingPass, RoutingSums
 from graftune.model.mixers.attention import Attention
-from graftune.model.start import Start
 from graftune.model.tape import Tapes
 from graftune.step.scaler import LossScaler
 from graftune.step.tail import CONTROL_FLAGS, RankSignals, Reduce, Tail, signals
@@ -205,7 +204,7 @@ class Step:
             return
         longest = max(batch.lengths) if self.longest is None else self.longest
         case = timing.Case(
-            len(batch.tokens), longest, one.heads, self.decoder.compute, one.score_scale, *one.row_strides
+            len(batch.tokens), longest, one.heads, self.decoder.compute, one.spec.score_scale, *one.row_strides
         )
         self.backend = timing.fastest(names, batch.cu_seqlens, case)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -20,24 +19,8 @@ from graftune.kernels.experts.reference import add_terms_
 from graftune.model.frozen import Augmented, Frozen
 
 
-class ExpertWeights(Protocol):
-    """The frozen weights of all experts, [E, out, in] if one could see them so."""
-
-    kind: str
-    out_features: int
-    in_features: int
-
-    @property
-    def nbytes(self) -> int: ...
-    def matmul(self, x: torch.Tensor, starts: Starts, terms: Terms) -> torch.Tensor:
-        """x [S, in] -> [S, out], a fresh tensor, with the terms added."""
-
-    def input_grad(self, grad: torch.Tensor, starts: Starts, terms: Terms) -> torch.Tensor:
-        """grad [S, out] -> [S, in], a fresh tensor, with the terms added."""
-
-
 class Several:
-    """A weight for each expert; only those with rows are read. For CPUs."""
+    """The frozen weights of all experts, one for each; only those with rows are read. For CPUs."""
 
     def __init__(self, weights: Sequence[Frozen]):
         self.weights, self.kind = list(weights), weights[0].kind
@@ -48,6 +31,7 @@ class Several:
         return sum(weight.nbytes for weight in self.weights)
 
     def matmul(self, x: torch.Tensor, starts: Starts, terms: Terms) -> torch.Tensor:
+        """x [S, in] -> [S, out], a fresh tensor, with the terms added."""
         out = x.new_empty(len(x), self.out_features)
         for expert, rows in starts.groups():
             out[rows] = self.weights[expert].matmul(x[rows])
@@ -55,6 +39,7 @@ class Several:
         return out
 
     def input_grad(self, grad: torch.Tensor, starts: Starts, terms: Terms) -> torch.Tensor:
+        """grad [S, out] -> [S, in], a fresh tensor, with the terms added."""
         out = grad.new_empty(len(grad), self.in_features)
         for expert, rows in starts.groups():
             out[rows] = self.weights[expert].input_grad(grad[rows])
@@ -82,6 +67,9 @@ class Stacked:
 
     def _weight(self, starts: Starts) -> torch.Tensor:
         return self.frozen.dense(starts.at).unflatten(0, (self.experts, self.out_features))
+
+
+ExpertWeights = Several | Stacked
 
 
 @dataclass(frozen=True)

@@ -100,38 +100,24 @@ class GatedMlp(FeedForward[GatedSaved]):
         need_input: bool,
     ) -> torch.Tensor | None:
         gate_up, h_gate_up, h_down, gate = saved
-        if gate is not None:
-            return self._gated_backward(grad, ready, read, saved, gate, ctx, need_input)
-        grad_act, g = self.down.backward(grad, h_down, ctx, ready=ready)
+        factor = None if gate is None else gate.to(grad.dtype)
+        grad_act, g = self.down.backward(grad, _times(h_down, factor), ctx, ready=ready)
         assert grad_act is not None
-        grad_gate_up, act, ready = self.gate_up.act_backward(grad_act, gate_up, ctx, self.activation)
+        before_unit = grad_act if factor is None else grad_act * factor
+        grad_gate_up, act, ready = self.gate_up.act_backward(before_unit, gate_up, ctx, self.activation)
+        del before_unit
+        grad_logits = None
+        if gate is not None:
+            grad_logits = (grad_act * act).sum(1, keepdim=True, dtype=torch.float32) * gate * (1 - gate)
         del grad_act
-        self.down.accumulate_grad(grad, g, act, ctx)
+        self.down.accumulate_grad(grad, _times(g, factor), act, ctx)
         del act
         grad_read, g = self.gate_up.backward(grad_gate_up, h_gate_up, ctx, need_input, ready)
         self.gate_up.accumulate_grad(grad_gate_up, g, read.x, ctx, read.normed)
-        return grad_read
+        if grad_read is None or grad_logits is None or self.out_gate is None:
+            return grad_read
+        return grad_read.add_((grad_logits * self.out_gate).to(grad_read.dtype))
 
-    def _gated_backward(
-        self,
-        grad: torch.Tensor,
-        ready: ReadyGrad | None,
-        read: SavedInput,
-        saved: GatedSaved,
-        gate: torch.Tensor,
-        ctx: PassContext,
-        need_input: bool,
-    ) -> torch.Tensor | None:
-        """As `backward`, with a gate on the output."""
-        gate_up, h_gate_up, h_down, _ = saved
-        factor = gate.to(grad.dtype)
-        plain, g = self.down.backward(grad, None if h_down is None else h_down * factor, ctx, ready=ready)
-        assert plain is not None and self.out_gate is not None
-        grad_gate_up, act, ready = self.gate_up.act_backward(plain * factor, gate_up, ctx, self.activation)
-        grad_logits = (plain * act).sum(1, keepdim=True, dtype=torch.float32) * gate * (1 - gate)
-        del plain
-        self.down.accumulate_grad(grad, None if g is None else g * factor, act, ctx)
-        del act
-        grad_read, g = self.gate_up.backward(grad_gate_up, h_gate_up, ctx, need_input, ready)
-        self.gate_up.accumulate_grad(grad_gate_up, g, read.x, ctx, read.normed)
-        return None if grad_read is None else grad_read.add_((grad_logits * self.out_gate).to(grad_read.dtype))
+
+def _times(x: torch.Tensor | None, factor: torch.Tensor | None) -> torch.Tensor | None:
+    return x if x is None or factor is None else x * factor

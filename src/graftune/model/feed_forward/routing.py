@@ -53,7 +53,7 @@ class RoutingSums:
 
 
 class RoutingPass(NamedTuple):
-    """The sums of a pass, and which of its tokens count."""
+    """Observes the choices of routers in one pass: its sums, and which of its tokens count."""
 
     sums: RoutingSums
     counted: torch.Tensor  # [T] bool
@@ -67,6 +67,7 @@ class RoutingPass(NamedTuple):
         return RoutingPass(sums, torch.arange(tokens, device=rows.device) <= last, trained)
 
     def add(self, layer: int, scores: torch.Tensor, chosen: torch.Tensor, only_rows: bool) -> None:
+        """scores [T, E] and chosen [T, k] of a layer. `only_rows`: of the rows that predict something."""
         counted = self.counted_rows if only_rows else self.counted
         routing.add_(self.sums.sums[self.sums.place[layer]], scores, chosen, counted)
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -167,22 +168,15 @@ class AttentionSpec(MixerSpec):
             for name, width in self._norm_widths.items()
         )
         return Attention(
+            spec=self,
             layer=place.layer,
-            heads=(self.heads, self.kv_heads, self.head_width),
             qkv=place.projection("qkv"),
             o=place.projection("o"),
             bias=place.bias("qkv") if self.bias else None,
             out_bias=place.bias("o") if self.out_bias else None,
-            gate=self.gate,
-            norms=HeadNorms(norms, self.norm_eps, self.norm_after_rope) if norms else None,
+            norms=norms,
             rope_index=place.rope(self.rope),
-            window=self.window,
-            score_scale=self.score_scale,
-            score_cap=self.score_cap,
             sinks=Sinks(*place.tensor("sinks")) if self.sinks else Sinks(),
-            v_from_k=self.v_from_k,
-            shares_keys=self.shares_keys,
-            keys_from=self.keys_from,
         )
 
     def new_cache(
@@ -211,14 +205,6 @@ class Sinks(NamedTuple):
     grad: torch.Tensor | None = None
 
 
-class HeadNorms(NamedTuple):
-    """The norms of a layer's heads, before the rotation or `after` it."""
-
-    weights: tuple[NormWeight, ...]  # of q, k and perhaps v
-    eps: float
-    after: bool
-
-
 class AttentionSaved(NamedTuple):
     qkv: torch.Tensor  # [T, (N + 2K) H + gate], rotated; with a gate in q or keys as values as the product is
     raw: torch.Tensor  # [T, N + K (+ K), H], what the norms read, or empty; where qkv is the product, what is finished
@@ -230,54 +216,52 @@ class AttentionSaved(NamedTuple):
 
 @dataclass
 class Attention(Mixer[AttentionSaved]):
+    spec: AttentionSpec
     layer: int
-    heads: tuple[int, int, int]  # N, K, H
     qkv: Projection
     o: Projection
     bias: Bias | None
     out_bias: Bias | None
-    gate: str
-    norms: HeadNorms | None
+    norms: tuple[NormWeight, ...]  # of q, k and perhaps v; or none
     rope_index: int  # of the rotary tables
-    window: int
-    score_scale: float
-    score_cap: float
     sinks: Sinks
-    v_from_k: bool = False
-    shares_keys: bool = False
-    keys_from: int | None = None
     own: OwnBackend | None = None  # in place of the pass's backend
 
     @property
     def head_kind(self) -> attention.HeadKind:
-        return attention.HeadKind(self.heads[2], self.score_cap > 0, self.sinks.value is not None)
+        return attention.HeadKind(self.spec.head_width, self.spec.score_cap > 0, self.spec.sinks)
+
+    @cached_property
+    def heads(self) -> tuple[int, int, int]:
+        """N, K, H."""
+        return self.spec.heads, self.spec.kv_heads, self.spec.head_width
 
     @property
     def gate_in_q(self) -> bool:
-        return self.gate == "in_q"
+        return self.spec.gate == "in_q"
 
     @property
     def product_heads(self) -> tuple[int, int, int]:
         """N, K, H of the product: a layer that uses another's keys has none of its own."""
-        return self.heads if self.keys_from is None else (self.heads[0], 0, self.heads[2])
+        return self.heads if self.spec.keys_from is None else (self.heads[0], 0, self.heads[2])
 
     @property
     def columns(self) -> int:
         """Columns of the product that are q, k and v, gates in q included."""
         heads, key_heads, width = self.product_heads
-        return ((2 if self.gate_in_q else 1) * heads + (1 if self.v_from_k else 2) * key_heads) * width
+        return ((2 if self.gate_in_q else 1) * heads + (1 if self.spec.v_from_k else 2) * key_heads) * width
 
     @property
     def _form(self) -> dict[str, Any]:
         """How the product is laid out, for rope's kernels."""
-        return {"gated": self.gate_in_q, "v_from_k": self.v_from_k and self.keys_from is None}
+        return {"gated": self.gate_in_q, "v_from_k": self.spec.v_from_k and self.spec.keys_from is None}
 
     @property
     def row_strides(self) -> tuple[int, int, int]:
         """Of qkv, of attention's output and of qkv's gradient. A gate reads the output from a buffer of its own."""
-        columns = self.o.adapter_columns if self.gate == "none" else 0
+        columns = self.o.adapter_columns if self.spec.gate == "none" else 0
         heads, key_heads, width = self.heads
-        plain = self.keys_from is None and not self.v_from_k
+        plain = self.spec.keys_from is None and not self.spec.v_from_k
         qkv = self.qkv.width_out if plain else (heads + 2 * key_heads) * width
         return qkv, row_stride(self.o.width_in, columns), row_stride(qkv, self.qkv.adapter_columns)
 
@@ -289,12 +273,12 @@ class Attention(Mixer[AttentionSaved]):
             bias=self.bias.value if self.bias else None, **self._form, **self._norm_weights(ctx),
         )  # fmt: skip
         read = self.o.input_buffer(entry.x, len(entry.x))
-        mixed = read if self.gate == "none" else entry.x.new_empty(len(entry.x), self.o.width_in)
+        mixed = read if self.spec.gate == "none" else entry.x.new_empty(len(entry.x), self.o.width_in)
         q, k, v = self._split(qkv, raw, ctx)
-        if self.shares_keys:
+        if self.spec.shares_keys:
             ctx.shared[self.layer] = SharedKeys(k, v)
         stats = self._attend(q, k, v, self._by_head(mixed), ctx.sequences)
-        if self.gate != "none":
+        if self.spec.gate != "none":
             output_gate.forward(self._by_head(mixed), self._gates(qkv), self._by_head(read))
         out, h_o = self.o.forward(read, ctx)
         if self.out_bias is not None:
@@ -316,7 +300,7 @@ class Attention(Mixer[AttentionSaved]):
         if self.out_bias is not None and self.out_bias.grad is not None:
             self.out_bias.grad.add_(grad[:, : self.o.width_out].sum(0, dtype=torch.float32))
         grad_qkv, gated = None, mixed
-        if self.gate != "none":
+        if self.spec.gate != "none":
             grad_qkv = self.qkv.grad_buffer(read.x, len(read.x))
             gated = torch.empty_like(mixed) if self.o.reads_input(g) else mixed
             output_gate.backward(
@@ -336,20 +320,20 @@ class Attention(Mixer[AttentionSaved]):
             grads = self._grads_of(q, k, grad_qkv)
         ctx.flush()  # starts the queued weight gradients on side streams, beside attention
         attention.backward(
-            self._by_head(grad_mixed), q, k, v, self._by_head(mixed), stats, documents, self.score_scale, window, grads,
-            backend, self.score_cap, *self.sinks,
+            self._by_head(grad_mixed), q, k, v, self._by_head(mixed), stats, documents, self.spec.score_scale, window,
+            grads, backend, self.spec.score_cap, *self.sinks,
         )  # fmt: skip
         del grad_mixed, k, v
-        if self.keys_from is not None:
-            add_grads(ctx, self.keys_from, self.heads[1], grads)
+        if self.spec.keys_from is not None:
+            add_grads(ctx, self.spec.keys_from, self.heads[1], grads)
             none = q.new_empty(len(q), 0, self.heads[2])
             grads = grads[0], none, none
-        elif self.shares_keys:
+        elif self.spec.shares_keys:
             take_grads(ctx, self.layer, self.heads[1], grads)
         if grad_qkv is None:  # only now: attention's own memory is free again
             grad_qkv = self.qkv.grad_buffer(read.x, len(read.x))
         (cos, sin, q_scale), ready = ctx.tables[self.rope_index], None
-        plain = self.norms is None and self.gate == "none" and self.keys_from is None
+        plain = not self.norms and self.spec.gate == "none" and self.spec.keys_from is None
         if need_input and plain and q_scale is None:
             ready = self.qkv.rope_backward(grads, grad_qkv, (cos, sin), self.heads, ctx)
         else:
@@ -370,40 +354,40 @@ class Attention(Mixer[AttentionSaved]):
         """Writes out [T, N, H], whose tokens may have a row stride; returns statistics for the backward."""
         past, documents = sequences.past, sequences.documents
         if past is not None:
-            cache = past.layers[self.layer if self.keys_from is None else self.keys_from]
+            cache = past.layers[self.layer if self.spec.keys_from is None else self.spec.keys_from]
             assert isinstance(cache, KeyValues)
             paged = past.paged(cache.window)
-            if self.keys_from is None:
+            if self.spec.keys_from is None:
                 paged_attention.store_(k, v, cache.keys, cache.values, paged.rows)
             if documents is None or not past.new:
-                how = self.score_scale, self.window, out, self.score_cap, self.sinks.value
+                how = self.spec.score_scale, self.spec.window, out, self.spec.score_cap, self.sinks.value
                 paged_attention.forward(q, cache.keys, cache.values, paged, *how)
                 return out.new_empty(0)
         assert documents is not None
         window, backend = self._how(sequences, documents)
-        more = out, self.score_cap, self.sinks.value
-        return attention.forward(q, k, v, documents, self.score_scale, window, backend, *more)[1]
+        more = out, self.spec.score_cap, self.sinks.value
+        return attention.forward(q, k, v, documents, self.spec.score_scale, window, backend, *more)[1]
 
     def _how(self, sequences: Sequences, documents: attention.Documents) -> tuple[int, str]:
         """(window, backend). A window that no document reaches is ignored. cuDNN's plans have no windows, soft
         caps or sinks, so layers with any of them use our own kernels; so do rows that are not aligned (a gate for each
         of a few heads)."""
-        window, backend = self.window if self.window < documents.longest else 0, sequences.backend
+        window, backend = self.spec.window if self.spec.window < documents.longest else 0, sequences.backend
         if self.own is not None and backend != "cpu":
             backend = self.own.fixed if documents.fixed else self.own.any_shape
-        ours = window or self.score_cap or self.sinks.value is not None or self.qkv.width_out % 8
+        ours = window or self.spec.score_cap or self.sinks.value is not None or self.qkv.width_out % 8
         return window, "triton" if ours and backend != "cpu" else backend
 
     def _split(
         self, qkv: torch.Tensor, raw: torch.Tensor, ctx: PassContext
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [T, N, H], k and v [T, K, H] as attention reads them, all views."""
-        if self.v_from_k and self.keys_from is None:
+        if self.spec.v_from_k and self.spec.keys_from is None:
             return rope.parts(raw.flatten(1), self.heads)
         q, k, v = rope.parts(qkv[:, : self.columns], self.product_heads, self.gate_in_q)
         if self.gate_in_q:
             q, k = raw.split([self.heads[0], self.product_heads[1]], 1)
-        return (q, k, v) if self.keys_from is None else (q, *ctx.shared[self.keys_from])
+        return (q, k, v) if self.spec.keys_from is None else (q, *ctx.shared[self.spec.keys_from])
 
     def _grads_of(
         self, q: torch.Tensor, k: torch.Tensor, grad_qkv: torch.Tensor
@@ -414,9 +398,9 @@ class Attention(Mixer[AttentionSaved]):
         dq, dk, dv = rope.parts(grad_qkv[:, : self.columns], self.product_heads, self.gate_in_q)
         if self.gate_in_q:
             dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-        if self.keys_from is not None:
+        if self.spec.keys_from is not None:
             dk = k.new_empty(k.shape)
-        return dq, dk, k.new_empty(k.shape) if self.v_from_k or self.keys_from is not None else dv
+        return dq, dk, k.new_empty(k.shape) if self.spec.v_from_k or self.spec.keys_from is not None else dv
 
     def _gates(self, qkv: torch.Tensor) -> torch.Tensor:
         """The gates of a product or its gradient [T, N, H], or [T, N, 1], a view."""
@@ -430,13 +414,12 @@ class Attention(Mixer[AttentionSaved]):
         return mixed[:, : self.o.width_in].unflatten(1, (-1, self.heads[2]))
 
     def _norm_weights(self, ctx: PassContext) -> dict[str, Any]:
-        if self.norms is None:
+        if not self.norms:
             return {}
-        weights = {f"{name}_norm": norm.of(ctx.adapted) for name, norm in zip("qkv", self.norms.weights, strict=False)}
-        if self.keys_from is not None:
+        weights = {f"{name}_norm": norm.of(ctx.adapted) for name, norm in zip("qkv", self.norms, strict=False)}
+        if self.spec.keys_from is not None:
             weights["k_norm"] = weights["q_norm"]  # of no keys
-        return {**weights, "eps": self.norms.eps, "norm_after": self.norms.after}
+        return {**weights, "eps": self.spec.norm_eps, "norm_after": self.spec.norm_after_rope}
 
     def _norm_grads(self) -> dict[str, Any]:
-        weights = self.norms.weights if self.norms else ()
-        return {f"grad_{name}_norm": norm.grad for name, norm in zip("qkv", weights, strict=False)}
+        return {f"grad_{name}_norm": norm.grad for name, norm in zip("qkv", self.norms, strict=False)}

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from graftune.kernels import delta_gates, gated_delta, gated_norm, short_conv
-from graftune.model.context import Copy, PassContext
+from graftune.model.context import LayerCache, PassContext
 from graftune.model.part import (
     CacheBytes,
     FileOrder,
@@ -154,9 +154,8 @@ class GatedDeltaSpec(MixerSpec):
         a_log, grad_a_log = place.tensor(DECAY)
         dt_bias, grad_dt_bias = place.tensor(DT_BIAS)
         return GatedDelta(
+            spec=self,
             layer=place.layer,
-            heads=self.heads,
-            tiled=self.tiled,
             into=place.projection("in"),
             out=place.projection("out"),
             taps=taps[:, 0],
@@ -166,11 +165,15 @@ class GatedDeltaSpec(MixerSpec):
             grad_a_log=grad_a_log,
             grad_dt_bias=grad_dt_bias,
             norm=place.norm("norm"),
-            norm_eps=self.norm_eps,
         )
 
-    def new_cache(self, slots: int, rows: Mapping[int, int], device: torch.device, dtype: torch.dtype) -> DeltaState:
-        return DeltaState(slots, self.taps, self.heads, device, dtype)
+    def new_cache(self, slots: int, rows: Mapping[int, int], device: torch.device, dtype: torch.dtype) -> LayerCache:
+        """The last columns before the convolution, oldest first and zeros before the beginning of a sequence,
+        [slots, taps - 1, C], and the state [slots, V, D, E] in fp32."""
+        heads = self.heads
+        columns = torch.zeros(slots, self.taps - 1, heads.convolved, device=device, dtype=dtype)
+        shape = slots, heads.value_heads, heads.key_width, heads.value_width
+        return LayerCache(columns, torch.zeros(shape, device=device, dtype=torch.float32))
 
     def cache_bytes(self, dtype: torch.dtype) -> CacheBytes:
         columns = (self.taps - 1) * self.heads.convolved * dtype.itemsize
@@ -196,9 +199,8 @@ class DeltaInputs(NamedTuple):
 
 @dataclass
 class GatedDelta(Mixer[GatedDeltaSaved]):
+    spec: GatedDeltaSpec
     layer: int
-    heads: DeltaHeads
-    tiled: bool
     into: Projection
     out: Projection
     taps: torch.Tensor  # [C, taps] fp32, the last one for the token itself
@@ -208,18 +210,17 @@ class GatedDelta(Mixer[GatedDeltaSaved]):
     grad_a_log: torch.Tensor | None
     grad_dt_bias: torch.Tensor | None
     norm: NormWeight
-    norm_eps: float
 
     @property
     def scale(self) -> float:
-        return float(self.heads.key_width) ** -0.5
+        return float(self.spec.heads.key_width) ** -0.5
 
     def forward(self, entry: PartInput, ctx: PassContext) -> tuple[torch.Tensor, GatedDeltaSaved]:
         product, h_in = entry.product(self.into)
         mixed, rule = self._mix(product, ctx)
         normed = self.out.input_buffer(product, len(product))
         weight = self.norm.of(ctx.adapted)
-        gated_norm.forward(mixed, self._inputs(product).z, weight, self.norm_eps, normed[:, : self.out.width_in])
+        gated_norm.forward(mixed, self._inputs(product).z, weight, self.spec.norm_eps, normed[:, : self.out.width_in])
         out, h_out = self.out.forward(normed, ctx)
         return out, GatedDeltaSaved(product, mixed, rule, h_in, h_out)
 
@@ -247,7 +248,7 @@ class GatedDelta(Mixer[GatedDeltaSaved]):
         grad_product = self.into.grad_buffer(product, len(product))
         inputs, grads = self._inputs(product), self._inputs(grad_product)
         gated_norm.backward(
-            grad_normed, mixed, inputs.z, self.norm.of(ctx.adapted), self.norm_eps, mixed, grads.z, grad_normed,
+            grad_normed, mixed, inputs.z, self.norm.of(ctx.adapted), self.spec.norm_eps, mixed, grads.z, grad_normed,
             self.norm.grad,
         )  # fmt: skip
         self.out.accumulate_grad(grad, g, grad_normed, ctx)  # the norm's output has replaced its gradient
@@ -257,7 +258,7 @@ class GatedDelta(Mixer[GatedDeltaSaved]):
         grad_qkv, grad_decay, grad_beta = torch.empty_like(qkv), torch.empty_like(decay), torch.empty_like(beta)
         gated_delta.backward(
             self._by_head(mixed), *self._split(qkv), decay, beta, documents, self.scale, rule, self._split(grad_qkv),
-            grad_decay, grad_beta, self.tiled,
+            grad_decay, grad_beta, self.spec.tiled,
         )  # fmt: skip
         del mixed, rule, qkv
         delta_gates.backward(
@@ -274,49 +275,49 @@ class GatedDelta(Mixer[GatedDeltaSaved]):
         """The rule's output [T, VE], and what its backward needs."""
         past, documents = ctx.sequences.past, ctx.sequences.documents
         cache = None if past is None else past.layers[self.layer]
-        assert cache is None or isinstance(cache, DeltaState)
+        kept, state = (None, None) if cache is None else cache.states
         inputs = self._inputs(product)
-        mixed = torch.empty(len(product), self.heads.values, dtype=product.dtype, device=product.device)
+        mixed = torch.empty(len(product), self.spec.heads.values, dtype=product.dtype, device=product.device)
+        qkv, decay, beta = self._rule_inputs(inputs, ctx, kept)
         if documents is None:
-            assert cache is not None
-            qkv, decay, beta = self._rule_inputs(inputs, ctx, cache)
-            state = cache.state[: len(product)]
-            gated_delta.step_(*self._split(qkv), decay, beta, state, self.scale, self._by_head(mixed), self.tiled)
+            assert state is not None
+            state = state[: len(product)]
+            gated_delta.step_(*self._split(qkv), decay, beta, state, self.scale, self._by_head(mixed), self.spec.tiled)
             return mixed, ()
-        qkv, decay, beta = self._rule_inputs(inputs, ctx, cache)
-        before = None if past is None or cache is None or past.new else cache.state.index_select(0, past.slots)
+        before = None if past is None or state is None or past.new else state.index_select(0, past.slots)
         rule, after = gated_delta.forward(
-            *self._split(qkv), decay, beta, documents, self.scale, self._by_head(mixed), before, cache is not None,
-            self.tiled,
+            *self._split(qkv), decay, beta, documents, self.scale, self._by_head(mixed), before, state is not None,
+            self.spec.tiled,
         )  # fmt: skip
-        if past is not None and cache is not None:
+        if past is not None and state is not None:
             assert after is not None
-            cache.state.index_copy_(0, past.slots, after)
+            state.index_copy_(0, past.slots, after)
         return mixed, rule
 
     def _rule_inputs(
-        self, inputs: DeltaInputs, ctx: PassContext, cache: DeltaState | None = None
+        self, inputs: DeltaInputs, ctx: PassContext, kept: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and v behind the convolution [T, C], decay and beta [T, V] fp32. Generation has a cache."""
+        """q, k and v behind the convolution [T, C], decay and beta [T, V] fp32. `kept`: the columns that
+        generation keeps of this layer."""
         qkv = torch.empty(inputs.qkv.shape, dtype=inputs.qkv.dtype, device=inputs.qkv.device)
-        if cache is not None:
-            self._convolve(inputs.qkv, qkv, cache, ctx)
+        if kept is not None:
+            self._convolve(inputs.qkv, qkv, kept, ctx)
         else:
             short_conv.silu_forward(inputs.qkv, self.taps, ctx.positions, qkv)
         decay, beta = (torch.empty(inputs.a.shape, dtype=torch.float32, device=qkv.device) for _ in range(2))
         delta_gates.forward(inputs.a, inputs.b, self.a_log, self.dt_bias, decay, beta)
         return qkv, decay, beta
 
-    def _convolve(self, read: torch.Tensor, qkv: torch.Tensor, cache: DeltaState, ctx: PassContext) -> None:
+    def _convolve(self, read: torch.Tensor, qkv: torch.Tensor, kept: torch.Tensor, ctx: PassContext) -> None:
         """The convolution over new tokens of generation and the columns before them, which it replaces."""
         past = ctx.sequences.past
         assert past is not None
         if ctx.sequences.documents is None:
-            short_conv.silu_step_(read, self.taps, cache.columns[: len(read)], qkv)
+            short_conv.silu_step_(read, self.taps, kept[: len(read)], qkv)
             return
-        columns, before = past.columns(self.taps.shape[1] - 1), cache.columns.index_select(0, past.slots)
+        columns, before = past.columns(self.taps.shape[1] - 1), kept.index_select(0, past.slots)
         before = torch.zeros_like(before) if past.new else before
-        cache.columns.index_copy_(0, past.slots, columns.last_of(read, before))
+        kept.index_copy_(0, past.slots, columns.last_of(read, before))
         if past.new:
             short_conv.silu_forward(read, self.taps, ctx.positions, qkv)
             return
@@ -327,35 +328,17 @@ class GatedDelta(Mixer[GatedDeltaSaved]):
 
     def _inputs(self, product: torch.Tensor) -> DeltaInputs:
         """Of the product, or of its gradient."""
-        heads = self.heads
+        heads = self.spec.heads
         sizes = [heads.convolved, heads.values, heads.value_heads, heads.value_heads]
         return DeltaInputs(*product[:, : self.into.width_out].split(sizes, 1))
 
     def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[T, C] -> q and k [T, K, D], v [T, V, E], all views."""
-        heads = self.heads
+        heads = self.spec.heads
         q, k, v = qkv.split([heads.keys, heads.keys, heads.values], 1)
         by_key = (heads.key_heads, heads.key_width)
         return q.unflatten(1, by_key), k.unflatten(1, by_key), self._by_head(v)
 
     def _by_head(self, mixed: torch.Tensor) -> torch.Tensor:
         """[T, VE] -> [T, V, E], a view."""
-        return mixed.unflatten(1, (self.heads.value_heads, self.heads.value_width))
-
-
-class DeltaState:
-    """What generation keeps of a layer: the last columns before the convolution, oldest first and zeros before the
-    beginning of a sequence, [slots, taps - 1, C], and the state [slots, V, D, E] in fp32."""
-
-    def __init__(self, slots: int, taps: int, heads: DeltaHeads, device: torch.device, dtype: torch.dtype):
-        self.columns = torch.zeros(slots, taps - 1, heads.convolved, device=device, dtype=dtype)
-        shape = (slots, heads.value_heads, heads.key_width, heads.value_width)
-        self.state = torch.zeros(shape, device=device, dtype=torch.float32)
-
-    def copy_(self, slots: Copy, rows: Mapping[int, Copy]) -> None:
-        for held in (self.columns, self.state):
-            held.index_copy_(0, slots[1], held.index_select(0, slots[0]))
-
-    def clear_(self, slots: torch.Tensor) -> None:
-        for held in (self.columns, self.state):
-            held.index_fill_(0, slots, 0.0)
+        return mixed.unflatten(1, (self.spec.heads.value_heads, self.spec.heads.value_width))

@@ -12,13 +12,14 @@ from typing import NamedTuple
 import torch
 
 from graftune.kernels.rope.reference import added_up
-from graftune.model.context import Copy, PassContext
+from graftune.model.context import Copy, LayerCache, PassContext
 
 
-class KeyValues:
+class KeyValues(LayerCache):
     """Keys and values of one layer, [R, K, H]."""
 
     def __init__(self, window: int, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype):
+        super().__init__()
         self.window = window
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
@@ -27,8 +28,6 @@ class KeyValues:
         source, target = rows[self.window]
         for held in (self.keys, self.values):
             held.index_copy_(0, target, held.index_select(0, source))
-
-    def clear_(self, slots: torch.Tensor) -> None: ...
 
 
 class SharedKeys(NamedTuple):

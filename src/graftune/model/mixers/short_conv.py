@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from graftune.kernels import short_conv
-from graftune.model.context import Copy, PassContext
+from graftune.model.context import LayerCache, PassContext
 from graftune.model.part import CacheBytes, Mixer, MixerSpec, PartInput, PartPlacer, SavedInput
 from graftune.model.projection import Projection, ReadyGrad
 
@@ -52,8 +52,9 @@ class ShortConvSpec(MixerSpec):
             grad_taps=None if grad is None else grad[:, 0],
         )
 
-    def new_cache(self, slots: int, rows: Mapping[int, int], device: torch.device, dtype: torch.dtype) -> LastValues:
-        return LastValues((slots, self.taps - 1, self.width), device, dtype)
+    def new_cache(self, slots: int, rows: Mapping[int, int], device: torch.device, dtype: torch.dtype) -> LayerCache:
+        """The last K - 1 values of B * x of each slot, oldest first, zeros before its beginning: [slots, K - 1, D]."""
+        return LayerCache(torch.zeros(slots, self.taps - 1, self.width, device=device, dtype=dtype))
 
     def cache_bytes(self, dtype: torch.dtype) -> CacheBytes:
         return CacheBytes((self.taps - 1) * self.width * dtype.itemsize, 0)
@@ -109,14 +110,15 @@ class ShortConv(Mixer[ShortConvSaved]):
             short_conv.forward(bcx, self.taps, ctx.positions, mixed)
             return
         cache = past.layers[self.layer]
-        assert isinstance(cache, LastValues)
+        assert cache is not None
+        (values,) = cache.states
         if documents is None:
-            short_conv.step_(bcx, self.taps, cache.values[: len(bcx)], mixed)
+            short_conv.step_(bcx, self.taps, values[: len(bcx)], mixed)
             return
-        columns, before = past.columns(self.taps.shape[1] - 1), cache.values.index_select(0, past.slots)
+        columns, before = past.columns(self.taps.shape[1] - 1), values.index_select(0, past.slots)
         before = torch.zeros_like(before) if past.new else before
         b, _, x = bcx.chunk(3, 1)
-        cache.values.index_copy_(0, past.slots, columns.last_of(b * x, before))
+        values.index_copy_(0, past.slots, columns.last_of(b * x, before))
         if past.new:
             short_conv.forward(bcx, self.taps, ctx.positions, mixed)
             return
@@ -125,16 +127,3 @@ class ShortConv(Mixer[ShortConvSaved]):
         out = joined.new_empty(len(joined), mixed.shape[1])
         short_conv.forward(joined, self.taps, columns.positions, out)
         mixed.copy_(out.index_select(0, columns.tokens))
-
-
-class LastValues:
-    """The last K - 1 values of B * x of each slot, oldest first, zeros before its beginning: [slots, K - 1, D]."""
-
-    def __init__(self, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype):
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
-
-    def copy_(self, slots: Copy, rows: Mapping[int, Copy]) -> None:
-        self.values.index_copy_(0, slots[1], self.values.index_select(0, slots[0]))
-
-    def clear_(self, slots: torch.Tensor) -> None:
-        self.values.index_fill_(0, slots, 0.0)
