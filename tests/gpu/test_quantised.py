@@ -132,7 +132,7 @@ def test_dequantised_on_the_device_to_the_bit(kind, dtype):
     weight = ours.decoder.blocks[0].feed_forward.gate_up.frozen
     if isinstance(weight, Dense):
         return  # floats of the compute dtype
-    weight.unpack()
+    weight.dense()
     names = [f"layers.0.mlp.{p}_proj.weight" for p in ("gate", "up")]
     values = torch.cat([want.tensors[name].values() for name in names]).to(dtype)
     assert torch.equal(weight.weight.cpu(), values)

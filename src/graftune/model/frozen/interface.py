@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from graftune.arithmetic import ceil_div
+from graftune.kernels import augmented_weight, matmul
 from graftune.kernels.augmented_weight import Adapters
 from graftune.kernels.lora_linear import Copy
 from graftune.model.bundles import Place
@@ -150,6 +151,7 @@ class Augmented(ABC):
     adapter_columns: int
     out_features: int
     in_features: int
+    adapters: Adapters | None = None  # those that are written to the storage for each product
 
     @property
     def weight(self) -> torch.Tensor:
@@ -178,20 +180,30 @@ class Augmented(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int: ...
-    @abstractmethod
     def place_adapters(self, adapters: Adapters) -> list[Copy]:
-        """Puts the adapters beside and below the weight. Returns the copies to make when they change."""
+        """Puts the adapters beside and below the weight. Returns the copies to make when they change. By default none:
+        other weights use the same storage, so the adapters are written there for each product."""
+        self.adapters = adapters
+        return []
 
-    @abstractmethod
-    def matmul(self, x: torch.Tensor) -> torch.Tensor: ...
-    @abstractmethod
-    def input_grad(self, grad: torch.Tensor) -> torch.Tensor: ...
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        return matmul.mm(x, self.dense().t())
+
+    def input_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        return matmul.mm(grad, self.dense())
+
     @abstractmethod
     def rows(self, ids: torch.Tensor) -> torch.Tensor: ...
-    @abstractmethod
     def matmul_augmented(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[x | h] [W | sB]', written to `out` [T, out] if given, which may have a row stride."""
+        self.dense()
+        if self.adapters is not None:
+            augmented_weight.beside(self.beside, self.adapters)
+        return matmul.mm(x, self.storage[: self.out_features].t(), out)
 
-    @abstractmethod
     def input_grad_augmented(self, grad: torch.Tensor) -> torch.Tensor:
         """[dY | g] [W ; A]."""
+        self.dense()
+        if self.adapters is not None:
+            augmented_weight.below(self.below, self.adapters)
+        return matmul.mm(grad, self.storage[:, : self.in_features])

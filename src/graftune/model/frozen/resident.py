@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import sys
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 
-from graftune.kernels import augmented_weight, matmul
+from graftune.arithmetic import ceil_div
+from graftune.kernels import matmul
 from graftune.kernels.augmented_weight import Adapters
 from graftune.kernels.lora_linear import Copy, add_product_, members
-from graftune.model import huge_pages
 from graftune.model.bundles import Place
 from graftune.model.frozen.interface import Augmented, RowSource, row_stride
 from graftune.model.frozen.mapped import fill
 
+PAGE = 2 << 20
+HUGE_PAGES = 14  # MADV_HUGEPAGE
 KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -34,7 +39,7 @@ class Dense(Augmented):
         """Allocates memory for the weight; adapter columns and rows are zero."""
         self.out_features, self.in_features, self.compute, self.adapter_columns = rows, width, compute, adapter_columns
         self.kind = KINDS[dtype]
-        self.whole = huge_pages.advise(
+        self.whole = _in_large_pages(
             torch.empty(rows + adapter_columns, row_stride(width, adapter_columns), dtype=dtype, device=device)
         )
         self.storage = self.whole[:, : width + adapter_columns]
@@ -77,12 +82,6 @@ class Dense(Augmented):
     def input_grad(self, grad: torch.Tensor) -> torch.Tensor:
         return matmul.mm(grad, self._as(grad.dtype))
 
-    def matmul_augmented(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return matmul.mm(x, self.storage[: self.out_features].t(), out)
-
-    def input_grad_augmented(self, grad: torch.Tensor) -> torch.Tensor:
-        return matmul.mm(grad, self.storage[:, : self.in_features])
-
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return self.weight.index_select(0, ids).to(self.compute)
 
@@ -100,16 +99,7 @@ class Fetched(Dense):
         self.storage = self.whole[:, : self.in_features + self.adapter_columns]
 
     def place_adapters(self, adapters: Adapters) -> list[Copy]:
-        self.adapters = adapters
-        return []
-
-    def matmul_augmented(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        augmented_weight.beside(self.beside, self.adapters)
-        return super().matmul_augmented(x, out)
-
-    def input_grad_augmented(self, grad: torch.Tensor) -> torch.Tensor:
-        augmented_weight.below(self.below, self.adapters)
-        return super().input_grad_augmented(grad)
+        return Augmented.place_adapters(self, adapters)
 
 
 class Trained:
@@ -141,3 +131,26 @@ class Trained:
     def accumulate_row_grads(self, ids: torch.Tensor, grad: torch.Tensor) -> None:
         """Adds the gradient of a lookup."""
         self.grad.index_add_(0, ids, grad.float())
+
+
+def _in_large_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor, which is about to be filled; only whole large pages within it are meant.
+
+    A fresh allocation has no memory behind it: the first touch of every 4 KiB page goes through the kernel, and while a
+    model is loaded that takes longer than copying it does. Asked for pages of 2 MiB, Linux does it 512 times less often
+    (measured: 2.3 GB/s became 5.9 out of the page cache, on one core), and products find their way through fewer
+    entries. It is advice: where the kernel does not take it, everything works as before."""
+    if tensor.device.type == "cpu" and tensor.nbytes >= 2 * PAGE and (madvise := _madvise()) is not None:
+        start = ceil_div(tensor.data_ptr(), PAGE) * PAGE
+        stop = (tensor.data_ptr() + tensor.nbytes) // PAGE * PAGE
+        madvise(start, stop - start, HUGE_PAGES)
+    return tensor
+
+
+@functools.cache
+def _madvise() -> Any:
+    if sys.platform != "linux":
+        return None
+    found = ctypes.CDLL(None).madvise
+    found.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return found

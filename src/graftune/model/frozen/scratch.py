@@ -18,9 +18,6 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from graftune import spans
-from graftune.kernels import augmented_weight, matmul
-from graftune.kernels.augmented_weight import Adapters
-from graftune.kernels.lora_linear import Copy
 from graftune.model.bundles import Place
 from graftune.model.frozen.interface import Augmented, Packed, row_stride
 from graftune.model.frozen.mapped import ByPieces
@@ -59,7 +56,6 @@ class Unpacked(Augmented):
         self.out_features, self.in_features = sum(m.shape[0] for m in members), members[0].shape[1]
         self.kind = "+".join(dict.fromkeys(m.dtype_name for m in members))
         self.storage = scratch.matrix(self.out_features, self.in_features, adapter_columns)
-        self.adapters: Adapters | None = None
 
     @property
     def nbytes(self) -> int:
@@ -73,44 +69,19 @@ class Unpacked(Augmented):
     def move(self, place: Place) -> None:
         self.members = [member.moved(place) for member in self.members]
 
-    def place_adapters(self, adapters: Adapters) -> list[Copy]:
-        self.adapters = adapters
-        return []
-
-    def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        return matmul.mm(x, self.dense().t())
-
-    def input_grad(self, grad: torch.Tensor) -> torch.Tensor:
-        return matmul.mm(grad, self.dense())
-
-    def matmul_augmented(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        assert self.adapters is not None
-        self.unpack()
-        augmented_weight.beside(self.beside, self.adapters)
-        return matmul.mm(x, self.storage[: self.out_features].t(), out)
-
-    def input_grad_augmented(self, grad: torch.Tensor) -> torch.Tensor:
-        assert self.adapters is not None
-        self.unpack()
-        augmented_weight.below(self.below, self.adapters)
-        return matmul.mm(grad, self.storage[:, : self.in_features])
-
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         assert len(self.members) == 1, "lookups are made in a single table"
         return self.members[0].lookup(ids, self.storage.dtype)
 
     def dense(self, used: torch.Tensor | None = None) -> torch.Tensor:
-        self.unpack(used)
-        return self.weight
-
-    def unpack(self, used: torch.Tensor | None = None) -> None:
-        """Dequantise the weight into the scratch; the adapters beside and below it are left as they are."""
+        """Dequantises the weight into the scratch; the adapters beside and below it are left as they are."""
         at, weight = 0, self.weight
         if len(self.members) > 1:
             used = None
         for member in self.members:
             member.unpack(weight[at : at + member.shape[0]], used=used)
             at += member.shape[0]
+        return weight
 
 
 class Table(ByPieces):
