@@ -16,7 +16,7 @@ from graftune.batch import Example
 from graftune.data.loader import Loader
 from graftune.errors import GraftuneError
 from graftune.losses import CrossEntropy
-from graftune.model.start import Start
+from graftune.model.arena import Start
 from graftune.settings.sections import LoraConfig
 from graftune.step.evaluate import evaluate
 from graftune.step.step import Step

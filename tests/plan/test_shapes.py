@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from graftune.losses.anchored import Anchored
+from graftune.losses.cross_entropy import Anchored
 from graftune.losses.kto import Kto
 from graftune.losses.preference import Hinge, Orpo, Robust
 from graftune.model.feed_forward.router import RouterSpec

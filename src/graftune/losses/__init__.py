@@ -11,8 +11,7 @@ from graftune.data.kind import DataKind
 from graftune.errors import GraftuneError
 from graftune.losses import policy
 from graftune.losses import preference as pairs
-from graftune.losses.anchored import Anchored
-from graftune.losses.cross_entropy import CrossEntropy
+from graftune.losses.cross_entropy import Anchored, CrossEntropy
 from graftune.losses.interface import (
     Computed,
     LogProbLoss,

@@ -34,10 +34,10 @@ from graftune.errors import GraftuneError
 from graftune.kernels import rehearsal
 from graftune.kernels.rehearsal import LOGITS
 from graftune.losses.answers import per_answer
+from graftune.model.arena import Start
 from graftune.model.context import PassContext
 from graftune.model.decoder import Decoder
 from graftune.model.head import Output
-from graftune.model.start import Start
 
 # The loss is divided by the sum of weights: a weight is a token's share in the step, not a factor of the step's size.
 # Stored log-probabilities of a reference model, under a name of its own: a batch that has those of the base is also

@@ -90,8 +90,8 @@ class PolicyLoss(LogProbLoss):
         advantages, log_ratio = batch.extra["advantages"], log_probs - batch.extra["logprobs"]
         level = log_ratio
         if self.ratios == "sequence":
-            level = _per_token(torch.zeros_like(batch.extra["trained"]).index_add(0, _document(batch), level), batch)
-            level = level / _tokens(batch)
+            sums = torch.zeros_like(batch.extra["trained"]).index_add(0, batch.extra["document"], level)
+            level = _per_token(sums, batch) / _tokens(batch)
         ratio = level.exp()
         losses, clipped = self.of_tokens(ratio, log_probs, advantages)
         kl = None
@@ -142,13 +142,9 @@ class Cispo(PolicyLoss):
         return -limited * advantages * log_probs, (ratio > limited) & (advantages > 0)
 
 
-def _document(batch: PackedBatch) -> torch.Tensor:
-    return batch.extra["document"]
-
-
 def _per_token(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     """A number per answer -> the number of each token's answer [R]."""
-    return values.index_select(0, _document(batch))
+    return values.index_select(0, batch.extra["document"])
 
 
 def _tokens(batch: PackedBatch) -> torch.Tensor:

@@ -192,6 +192,8 @@ def lora_group(arena: Arena, part: PartSpec, group: str, config: LoraConfig, lay
     ends = list(itertools.accumulate(outs))
     columns = tuple((ends[i] - outs[i], ends[i]) for i, member in enumerate(members) if member in adapted)
     width, rank = part.projections[adapted[0]][1], config.rank
+    # On a CPU one product with zeros off the diagonal is faster than several products.
+    one_product = len(members) > 1 and not launch.on_gpu(arena.device)
     return LoraGroup(
         down=arena.compute[downs].view(-1, width),
         up=arena.compute[ups].view(-1, rank),
@@ -200,7 +202,7 @@ def lora_group(arena: Arena, part: PartSpec, group: str, config: LoraConfig, lay
         columns=columns,
         scale=scaling(config),
         arena=arena,
-        diagonal=_diagonal(arena, ends[-1], columns, ups, rank) if _one_diagonal(arena, members) else None,
+        diagonal=_diagonal(arena, ends[-1], columns, ups, rank) if one_product else None,
     )
 
 
@@ -217,11 +219,6 @@ def expert_lora(arena: Arena, stem: str, config: LoraConfig) -> ExpertLora | Non
         grad_up=arena.view(b, arena.grads),
         scale=scaling(config),
     )
-
-
-def _one_diagonal(arena: Arena, group: Sequence[str]) -> bool:
-    """On a CPU one product with zeros off the diagonal is faster than several products."""
-    return len(group) > 1 and not launch.on_gpu(arena.device)
 
 
 def _diagonal(arena: Arena, out: int, columns: Sequence[tuple[int, int]], ups: slice, rank: int) -> torch.Tensor:

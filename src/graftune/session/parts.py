@@ -25,12 +25,11 @@ from graftune.infer.generate import Sampler, requests_of, sampler_for
 from graftune.kernels import attention, launch, rehearsal
 from graftune.kernels.attention import Choice
 from graftune.losses import CrossEntropy, Loss, choose
-from graftune.model.arena import Arena
+from graftune.model.arena import Arena, Start
 from graftune.model.bundles import BundleStorage
 from graftune.model.decoder import Decoder
 from graftune.model.lora import build_arena
 from graftune.model.mixers.attention import Attention, OwnBackend
-from graftune.model.start import Start
 from graftune.ranks import WHOLE, Share
 from graftune.runtime import DTYPES, Runtime
 from graftune.settings.config import Config

@@ -22,8 +22,8 @@ from graftune.data.memory import Data, as_given
 from graftune.errors import GraftuneError
 from graftune.infer.sample import Sampling
 from graftune.losses import Loss, choose
+from graftune.model.arena import Start
 from graftune.model.context import micro_batch_id
-from graftune.model.start import Start
 from graftune.observe.console import Console
 from graftune.observe.speed import Meter
 from graftune.runtime import Runtime

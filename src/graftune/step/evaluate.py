@@ -31,8 +31,8 @@ from graftune.data.pack import (
     targets_of,
 )
 from graftune.losses import Computed, CrossEntropy, Loss, checked, reference_log_probs, reference_of, sums_ahead
+from graftune.model.arena import Start
 from graftune.model.decoder import Decoder
-from graftune.model.start import Start
 from graftune.ranks import WHOLE, Share
 
 Between = Callable[[int], None]  # called with the number of examples done so far

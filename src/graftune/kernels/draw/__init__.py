@@ -29,9 +29,8 @@ class DrawSettings(NamedTuple):
 
     @staticmethod
     def of(temperature: float, top_k: int, top_p: float, seed: int, device: torch.device | str) -> DrawSettings:
-        found = DrawSettings(
-            *(torch.zeros((), dtype=dtype, device=device) for dtype in reference.SETTING_DTYPES)
-        )  # fmt: skip
+        dtypes = torch.float32, torch.int64, torch.float32, torch.int64
+        found = DrawSettings(*(torch.zeros((), dtype=dtype, device=device) for dtype in dtypes))
         found.fill_(temperature, top_k, top_p, seed)
         return found
 

@@ -18,7 +18,6 @@ import torch
 if TYPE_CHECKING:
     from graftune.kernels.draw import DrawSettings
 
-SETTING_DTYPES = (torch.float32, torch.int64, torch.float32, torch.int64)
 START = 0x9E3779B9
 WORD = 0xFFFFFFFF
 

@@ -11,9 +11,9 @@ import torch
 
 from graftune.kernels import launch
 from graftune.kernels.gguf_dequant import reference
-from graftune.kernels.gguf_dequant.reference import KINDS, MXFP4_LARGEST, PLAIN, SCALES, BlockFormat, row_bytes
+from graftune.kernels.gguf_dequant.reference import KINDS, MXFP4_LARGEST, PLAIN, SCALES, row_bytes
 
-__all__ = ["KINDS", "BlockFormat", "cast", "dequantise", "gather", "is_quantised", "row_bytes", "scales"]
+__all__ = ["KINDS", "cast", "dequantise", "gather", "is_quantised", "row_bytes", "scales"]
 
 _OUT = (torch.bfloat16, torch.float16, torch.float32)
 

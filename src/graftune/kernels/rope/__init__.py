@@ -1,7 +1,7 @@
 """Rotary position embedding on packed positions, fused with everything between the qkv product and attention.
 
 `finish_` adds the bias, normalises the heads and rotates q and k. `tables` computes cos and sin [T, R/2] for the R
-columns of a head that are rotated. `rotate_` and `unrotate_` rotate x [T, N, H] only.
+columns of a head that are rotated.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import torch
 
 from graftune.kernels import launch, rms_norm
 from graftune.kernels.rope import reference
-from graftune.kernels.rope.reference import parts, rotate_, tables, unrotate_
+from graftune.kernels.rope.reference import parts, tables
 
-__all__ = ["finish_", "finish_backward", "parts", "rotate_", "tables", "unrotate_"]
+__all__ = ["finish_", "finish_backward", "parts", "tables"]
 
 
 @launch.operation("rope")
