@@ -11,20 +11,16 @@ from typing import Any
 
 from graftune.errors import GraftuneError
 from graftune.model.families.common import Family
-from graftune.model.families.exaone import EXAONE
 from graftune.model.families.gemma import GEMMA
 from graftune.model.families.gemma4 import GEMMA4
 from graftune.model.families.glm import GLM
 from graftune.model.families.gpt_oss import GPT_OSS
 from graftune.model.families.granite import GRANITE
-from graftune.model.families.hunyuan import HUNYUAN
 from graftune.model.families.lfm2 import LFM2
 from graftune.model.families.llama import LLAMA
 from graftune.model.families.muse import MUSE
 from graftune.model.families.olmo import OLMO
-from graftune.model.families.phi import PHI
 from graftune.model.families.qwen import QWEN
-from graftune.model.families.qwen_delta import QWEN_DELTA
 from graftune.model.families.reading import Config
 from graftune.model.families.refused import REFUSED
 from graftune.model.spec import ModelSpec
@@ -38,22 +34,7 @@ def modules_of(names: Collection[str]) -> dict[str, tuple[str, ...]]:
 
 
 # Of several with one architecture, those with a marker come first.
-_GROUPS = (
-    LLAMA,
-    QWEN,
-    QWEN_DELTA,
-    GEMMA,
-    GEMMA4,
-    PHI,
-    GRANITE,
-    OLMO,
-    LFM2,
-    EXAONE,
-    HUNYUAN,
-    GLM,
-    MUSE,
-    GPT_OSS,
-)
+_GROUPS = (LLAMA, QWEN, GEMMA, GEMMA4, GRANITE, OLMO, LFM2, GLM, MUSE, GPT_OSS)
 FAMILIES = {family.name: family for group in _GROUPS for family in group}
 MODEL_TYPES = {family.hf_type: family for family in FAMILIES.values()}
 _NAMES = sorted({name for family in FAMILIES.values() for name in family.block_names})

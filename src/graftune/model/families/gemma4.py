@@ -25,7 +25,7 @@ from graftune.model import layer_inputs
 from graftune.model.families import rope
 from graftune.model.families.common import Family
 from graftune.model.families.gemma import AROUND
-from graftune.model.families.reading import MOST_EXPERTS, Config, Getter
+from graftune.model.families.reading import Config, Getter
 from graftune.model.feed_forward.experts import ExpertsSpec
 from graftune.model.feed_forward.gated import GatedSpec
 from graftune.model.feed_forward.per_layer import PerLayerSpec
@@ -85,9 +85,7 @@ class Gemma4(Family):
     def with_experts(self, get: Getter, feeding: BranchSpec) -> BranchSpec:
         """The branch of the MLP with experts beside it: each has a norm behind it, and so has their sum."""
         (each,) = feeding.parts
-        count, chosen, norm = get.whole("num_experts"), get.whole("top_k_experts"), each.out_norm
-        if not chosen <= count <= MOST_EXPERTS:
-            raise GraftuneError(f"chooses {chosen} of {count} experts", where=get.where, fix="download the model again")
+        (count, chosen), norm = get.experts("num_experts", "top_k_experts"), each.out_norm
         assert isinstance(each.part, GatedSpec) and norm is not None
         router = RouterSpec(name="router.proj", input_scale="router.scale", expert_scale="router.per_expert_scale")
         experts = ExpertsSpec(

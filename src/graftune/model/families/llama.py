@@ -1,8 +1,9 @@
-"""Llama, and the families that differ from it by windows, by layers without rope, or by experts.
+"""Llama, and the families that differ from it by windows, by layers without rope, by their ropes or by experts.
 
 GGUF knows Mistral's models and Mixtral's as llama: which of them a file holds, its keys tell. llama.cpp does not know
 their windows: the key is written all the same, for our own reader, and an export of a model with one says so.
-Ministral 3 scales queries by their position.
+Ministral 3 scales queries by their position. Phi 3 has fused projections, rope over a part of each head, and longrope.
+Hunyuan has norms of queries and keys after rope, and a rope whose base is stretched by a fixed `alpha`.
 """
 
 from __future__ import annotations
@@ -100,6 +101,35 @@ class Ministral3(Family):
         return super().gguf_keys(spec, where) | {"attention.temperature_scale": spec.ropes[0].temperature}
 
 
+@dataclass(frozen=True)
+class Phi3(Family):
+    def completed(self, config: Config) -> dict[str, Any]:
+        """With longrope under its name: the first checkpoints call it su or yarn."""
+        found = super().completed(config)
+        scaling = found.get("rope_scaling")
+        kind = (scaling or {}).get("rope_type") or (scaling or {}).get("type")
+        if scaling and (kind == "su" or (kind == "yarn" and scaling.get("short_factor"))):
+            found["rope_scaling"] = dict(scaling) | {"rope_type": "longrope"}
+        return found
+
+
+@dataclass(frozen=True)
+class Hunyuan(Family):
+    def completed(self, config: Config) -> dict[str, Any]:
+        """With the base that alpha gives: the configuration calls it dynamic, and it never changes."""
+        found = super().completed(config)
+        values = dict(found.get("rope_parameters") or found.get("rope_scaling") or {})
+        if "dynamic" in (values.get("rope_type"), values.get("type")) and values.get("alpha"):
+            width = self.head_width(Getter(found, "", {}))
+            base = float(values.get("rope_theta") or found.get("rope_theta") or 10_000.0)
+            stretched = base * float(values["alpha"]) ** (width / (width - 2))
+            found |= {"rope_parameters": {"rope_type": "default", "rope_theta": stretched}, "rope_scaling": None}
+        return found
+
+    def attention(self, get: Getter) -> AttentionSpec:
+        return replace(super().attention(get), norm_after_rope=True, qk_norms=("query_layernorm", "key_layernorm"))
+
+
 LLAMA = (
     Mixtral(
         "mixtral",
@@ -142,5 +172,23 @@ LLAMA = (
         defaults={"tie_word_embeddings": True, "rope_theta": 2_000_000.0},
         windows="configured",
         interleaved=("gguf",),
+    ),
+    Phi3(
+        "phi3",
+        "Phi3ForCausalLM",
+        defaults={"rms_norm_eps": 1e-5},
+        fused=True,
+        mlp_names=("gate_up_proj", "down_proj"),
+        windows="all",
+        partial_rope=True,
+        gguf_names={"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
+    ),
+    Hunyuan(
+        "hunyuan_v1_dense",
+        "HunYuanDenseV1ForCausalLM",
+        architecture="hunyuan-dense",
+        defaults={"rms_norm_eps": 1e-5},
+        qk_norm=True,
+        gguf_names={"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},
     ),
 )

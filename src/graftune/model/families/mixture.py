@@ -9,7 +9,7 @@ from typing import Any
 
 from graftune.errors import GraftuneError
 from graftune.model.families.common import Family
-from graftune.model.families.reading import MOST_EXPERTS, Config, Getter
+from graftune.model.families.reading import Config, Getter
 from graftune.model.feed_forward.experts import ExpertsSpec
 from graftune.model.feed_forward.gated import GatedSpec
 from graftune.model.feed_forward.router import RouterSpec
@@ -51,9 +51,7 @@ class Mixture(Family):
         if int(config.get("n_group") or 1) != 1:
             raise GraftuneError("chooses experts by groups", where=get.where, fix="this variant is not supported")
         key = next((key for key in ("num_experts", "num_local_experts") if key in config), self.experts_key)
-        count, chosen = get.whole(key), get.whole("num_experts_per_tok")
-        if not chosen <= count <= MOST_EXPERTS:
-            raise GraftuneError(f"chooses {chosen} of {count} experts", where=get.where, fix="download the model again")
+        count, chosen = get.experts(key, "num_experts_per_tok")
         width, ffn = get.whole("hidden_size"), get.whole(self.expert_ffn_key)
         return ExpertsSpec(width, ffn, count, chosen, self.router(get), self.mlp, get.activation())
 

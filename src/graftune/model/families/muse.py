@@ -16,7 +16,7 @@ import torch
 
 from graftune.errors import GraftuneError
 from graftune.model.families.gemma import AROUND
-from graftune.model.families.layer_thetas import LayerThetas
+from graftune.model.families.granite import LayerThetas
 from graftune.model.families.reading import Config, Getter
 from graftune.model.layer_spec import NormSpec
 from graftune.model.mixers.attention import AttentionSpec

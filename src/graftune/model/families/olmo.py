@@ -1,19 +1,22 @@
 """OLMo 2 and 3: norms behind each part only, and one over all heads of queries and of keys; 3 has windows. OLMoE: norms
-before each part, and experts whose weights do not sum to one.
+before each part, and experts whose weights do not sum to one. EXAONE 4: norms behind each part, and a norm on each head
+of queries and keys. Its large model has windows on three of four layers, and no rope on the others.
 
 GGUF has one architecture for OLMo 2 and 3: a window tells them apart.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from graftune.errors import GraftuneError
 from graftune.model.families.common import Family
 from graftune.model.families.mixture import Mixture
-from graftune.model.families.reading import Getter
+from graftune.model.families.reading import Config, Getter
 from graftune.model.mixers.attention import AttentionSpec
+from graftune.model.part import MixerSpec
 
 BEHIND: dict[str, Any] = {
     "norms": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
@@ -32,7 +35,37 @@ class Olmoe(Mixture):
         return super().attention(get)
 
 
-COMMON: dict[str, Any] = {"architecture": "olmo2", "qk_norm": True, "wide_qk_norm": True, **BEHIND}
+OLMO2: dict[str, Any] = {"architecture": "olmo2", "qk_norm": True, "wide_qk_norm": True, **BEHIND}
+
+
+WINDOWED_LAYERS = 64  # llama.cpp gives windows to models with so many layers, and to no others
+
+
+@dataclass(frozen=True)
+class Exaone4(Family):
+    def completed(self, config: Config) -> dict[str, Any]:
+        """With the number of layers that a pattern such as LLLG (three local, one global) spans."""
+        found = super().completed(config)
+        pattern = found.get("sliding_window_pattern")
+        if isinstance(pattern, str) and pattern == "L" * (len(pattern) - 1) + "G":
+            found["sliding_window_pattern"] = len(pattern)
+        return found
+
+    def mixers(self, get: Getter) -> list[MixerSpec]:
+        found = super().mixers(get)
+        if not get.config.get("sliding_window"):
+            return found
+        attention = self.attention(get)
+        unrotated: AttentionSpec = replace(attention, rope=replace(attention.rope, enabled=False))
+        return [unrotated if mixer == attention else mixer for mixer in found]
+
+    def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
+        config = super().gguf_config(metadata, tensors, where)
+        if config["num_hidden_layers"] != WINDOWED_LAYERS:
+            return config | {"sliding_window": None}
+        return config | {"sliding_window": config["sliding_window"] or self.defaults["sliding_window"]}
+
+
 OLMO = (
     Family(
         "olmo3",
@@ -43,7 +76,7 @@ OLMO = (
         pattern=4,
         local_rope=True,
         windows_in_llama_cpp=True,
-        **COMMON,
+        **OLMO2,
     ),
     Olmoe(
         "olmoe",
@@ -54,5 +87,15 @@ OLMO = (
         experts_key="num_experts",
         llama_cpp_normalises=False,
     ),
-    Family("olmo2", "Olmo2ForCausalLM", defaults={"rms_norm_eps": 1e-5}, **COMMON),
+    Family("olmo2", "Olmo2ForCausalLM", defaults={"rms_norm_eps": 1e-5}, **OLMO2),
+    Exaone4(
+        "exaone4",
+        "Exaone4ForCausalLM",
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
+        qk_norm=True,
+        windows="alternate",
+        pattern=4,
+        windows_in_llama_cpp=True,
+        **BEHIND,
+    ),
 )

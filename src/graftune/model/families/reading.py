@@ -33,6 +33,15 @@ class Getter:
         value = self.config.get(key)
         return default if value is None else float(value)
 
+    def experts(self, count_key: str, chosen_key: str) -> tuple[int, int]:
+        """How many experts a mixture has, and how many of them are chosen for a token."""
+        count, chosen = self.whole(count_key), self.whole(chosen_key)
+        if not chosen <= count <= MOST_EXPERTS:
+            raise GraftuneError(
+                f"chooses {chosen} of {count} experts", where=self.where, fix="download the model again"
+            )
+        return count, chosen
+
     def layers(self) -> int:
         count = self.whole("num_hidden_layers")
         if count > MOST_LAYERS:
