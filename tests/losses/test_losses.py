@@ -14,9 +14,8 @@ import torch
 from graftune.batch import BatchLayout, Example, Field, PackedBatch
 from graftune.data.pack import capacities, pack, plan_epoch
 from graftune.errors import GraftuneError
-from graftune.kernels import linear_cross_entropy, rms_norm
+from graftune.kernels import linear_cross_entropy
 from graftune.losses import Anchored, CrossEntropy, Loss, choose
-from graftune.model.projection import augmented_buffer
 from graftune.settings.sections import LoraConfig, TrainConfig
 from graftune.step.evaluate import evaluate
 from graftune.step.pipeline import BatchBuffer, BatchShape, HostPipeline
@@ -100,30 +99,6 @@ def test_loss_and_gradients_are_autograds(
     for name in ours.arena.slots:
         grad, theirs = ours.arena.view(name, ours.arena.grads), want["grads"][oracle.peft_name(name)]
         assert theirs.norm() > 1e-4 and (grad - theirs).norm() / theirs.norm() < 2e-5, name
-
-
-def test_plain_cross_entropy_is_to_the_bit_what_it_was(tiny_folder: Folder) -> None:
-    """Final norm, one pass over the head, norm's backward, and nothing else: written out as the decoder had it when it
-    knew this loss alone."""
-    data, ours = examples(20, 33, 5, weighted=False), oracle.ours(tiny_folder("gemma2"))
-    decoder, step = ours.decoder, Step(ours.decoder, ours.arena)
-    batch = pack(data)
-    step.micro_step(batch)
-    loss, grads = step.loss_sum.clone(), ours.arena.grads.clone()
-    ours.arena.grads.zero_()
-
-    run, spec = decoder.begin_batch(batch, "cpu"), decoder.spec
-    tape = step.tapes.new(len(decoder.blocks), len(batch.tokens), spec.width, decoder.compute, decoder.device)
-    stream = decoder.forward(batch.tokens, run, batch.rows, tape)
-    weight, normed = decoder.norm.of(True), torch.empty_like(stream.x)
-    x, rstd = rms_norm.add_forward(stream.x, stream.pending, weight, spec.head.norm.eps, normed)
-    how = {"factor": spec.head.logit_scale, "cap": spec.head.logit_cap}
-    total, grad = linear_cross_entropy.forward(normed, decoder.head, batch.labels, **how)  # type: ignore[arg-type]
-    assert grad is not None
-    out = augmented_buffer(x, len(x), spec.width, 0)
-    rms_norm.add_backward(grad, x, rstd, weight, None, decoder.norm.grad, out[:, : spec.width])
-    decoder.backward(out, batch.tokens, run, batch.rows, tape)
-    assert torch.equal(loss, total) and torch.equal(grads, ours.arena.grads) and grads.any()
 
 
 def test_without_weights_the_head_is_asked_for_none(tiny_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,17 +188,6 @@ def test_dropout_leaves_the_bases_predictions_alone(tiny_folder: Folder) -> None
     assert drift < 1e-8 and cross_entropy > 1
     step.discard()
     assert not step.figure_sums.any()
-
-
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recompute_changes_nothing(recompute: str, tiny_folder: Folder) -> None:
-    data, grads = examples(20, 33), []
-    for policy in ("none", recompute):
-        torch.manual_seed(5)
-        ours, loss = oracle.ours(tiny_folder("llama")), Anchored(ANCHOR)
-        Step(ours.decoder, ours.arena, loss=loss, recompute=policy).micro_step(packed(loss, data))
-        grads.append(ours.arena.grads.clone())
-    assert torch.equal(*grads)
 
 
 def test_a_batch_travels_with_the_losss_fields() -> None:

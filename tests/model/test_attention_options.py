@@ -12,15 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from graftune.data.pack import pack
-from graftune.infer.sample import Sampling
 from graftune.model.layer_spec import BranchPart, BranchSpec, LayerSpec
 from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.rotary import RopeSpec
 from graftune.settings.sections import LoraConfig
-from graftune.step.step import Step
-from tests.model.test_branches import DOCUMENTS, EPS, EXAMPLES, FEEDING, WIDTH, Reference, Toy, close, norm, toy
-from tests.support.generate import generate
+from tests.model.test_branches import EPS, FEEDING, WIDTH, Reference, Toy, norm, same_as_autograds, same_text, toy
 
 PLAIN = AttentionSpec(
     width=WIDTH, heads=4, kv_heads=2, head_width=8, norm_eps=EPS, score_scale=0.4, rope=RopeSpec(8, 100.0)
@@ -149,26 +145,10 @@ def layers(option: str) -> tuple[LayerSpec, ...]:
 def test_outputs_and_gradients_are_autograds(option: str, trained: str, recompute: str) -> None:
     lora = LoraConfig(rank=3, alpha=6.0, targets=("all_linear",), train_norms=trained == "adapters and norms")
     made = toy(layers(option), lora, full=trained == "all weights")
-    ours, reference = made.ours, OptionsReference(made)
-    wanted = torch.cat([reference.logits(document) for document in DOCUMENTS]).detach()
-    close(ours.logits(DOCUMENTS), wanted, "logits")
-
-    step = Step(ours.decoder, ours.arena, recompute=recompute)
-    step.micro_step(pack(EXAMPLES))
-    total = reference.loss()
-    total.backward()
-    assert float(step.loss_sum) == pytest.approx(float(total.detach()), rel=1e-5)
-    for name, leaf in reference.trained.items():
-        if name.endswith("k_proj.bias"):
-            continue  # close to zero: a sum of scores that does not change the softmax, up to rope
-        assert leaf.grad is not None and leaf.grad.any(), name
-        close(ours.arena.view(name, ours.arena.grads), leaf.grad, name)
+    same_as_autograds(made, OptionsReference(made), recompute)
 
 
 @pytest.mark.parametrize("option", [*OPTIONS, *SHARED])
 def test_generation_with_a_cache(option: str) -> None:
     made = toy(layers(option), LoraConfig(rank=3, alpha=6.0, targets=("all_linear",)), full=False)
-    (answer,) = generate(made.ours.decoder, DOCUMENTS[:1], Sampling(max_new_tokens=5), ())
-    reference = OptionsReference(made)
-    for count in range(5):
-        assert int(reference.logits(DOCUMENTS[0] + answer[:count])[-1].argmax()) == answer[count]
+    same_text(made, OptionsReference(made))

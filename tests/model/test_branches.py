@@ -252,18 +252,11 @@ def close(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
     assert float((found - wanted).norm()) <= 2e-5 * float(wanted.norm()) + 1e-6, what
 
 
-@pairwise(
-    ("kind", LAYERS),
-    ("trained", ["adapters", "adapters and norms", "all weights"]),
-    ("recompute", ["none", "selective", "full"]),
-)
-def test_outputs_and_gradients_are_autograds(kind: str, trained: str, recompute: str) -> None:
-    lora = LoraConfig(rank=3, alpha=6.0, targets=("all_linear",), train_norms=trained == "adapters and norms")
-    made = toy((LAYERS[kind], LAYERS["two branches"], LAYERS[kind]), lora, full=trained == "all weights")
-    ours, reference = made.ours, Reference(made)
+def same_as_autograds(made: Toy, reference: Reference, recompute: str) -> None:
+    """Logits, loss and every gradient."""
+    ours = made.ours
     wanted = torch.cat([reference.logits(document) for document in DOCUMENTS]).detach()
     close(ours.logits(DOCUMENTS), wanted, "logits")
-
     step = Step(ours.decoder, ours.arena, recompute=recompute)
     step.micro_step(pack(EXAMPLES))
     total = reference.loss()
@@ -273,9 +266,28 @@ def test_outputs_and_gradients_are_autograds(kind: str, trained: str, recompute:
         grad = ours.arena.view(name, ours.arena.grads)
         if name.endswith("layer_scalar"):
             assert leaf.grad is None and not grad.any(), "a constant"
-            continue
-        assert leaf.grad is not None and leaf.grad.any(), name
-        close(grad, leaf.grad, name)
+        elif not name.endswith("k_proj.bias"):  # close to zero: scores that all rise alike do not change the softmax
+            assert leaf.grad is not None and leaf.grad.any(), name
+            close(grad, leaf.grad, name)
+
+
+def same_text(made: Toy, reference: Reference) -> None:
+    """Greedy generation with a cache."""
+    (answer,) = generate(made.ours.decoder, DOCUMENTS[:1], Sampling(max_new_tokens=5), ())
+    for count in range(5):
+        assert int(reference.logits(DOCUMENTS[0] + answer[:count])[-1].argmax()) == answer[count]
+
+
+@pairwise(
+    ("kind", LAYERS),
+    ("trained", ["adapters", "adapters and norms", "all weights"]),
+    ("recompute", ["none", "selective", "full"]),
+)
+def test_outputs_and_gradients_are_autograds(kind: str, trained: str, recompute: str) -> None:
+    lora = LoraConfig(rank=3, alpha=6.0, targets=("all_linear",), train_norms=trained == "adapters and norms")
+    made = toy((LAYERS[kind], LAYERS["two branches"], LAYERS[kind]), lora, full=trained == "all weights")
+    reference = Reference(made)
+    same_as_autograds(made, reference, recompute)
     if "GateSpec" in str(LAYERS[kind]):
         assert reference.table.grad is not None
         close(made.table_grad, reference.table.grad, "the per-layer input")
@@ -283,7 +295,4 @@ def test_outputs_and_gradients_are_autograds(kind: str, trained: str, recompute:
 
 def test_generation_with_a_cache() -> None:
     made = toy((LAYERS["everything"],) * 2, LoraConfig(rank=3, alpha=6.0, targets=("all_linear",)), full=False)
-    (answer,) = generate(made.ours.decoder, DOCUMENTS[:1], Sampling(max_new_tokens=5), ())
-    reference = Reference(made)
-    for count in range(5):
-        assert int(reference.logits(DOCUMENTS[0] + answer[:count])[-1].argmax()) == answer[count]
+    same_text(made, Reference(made))

@@ -1,5 +1,4 @@
-"""Gated delta nets over packed documents: nothing passes from one document to another, in whatever order they lie, and
-every adapter trains."""
+"""Gated delta nets over packed documents: nothing passes from one document to another, in whatever order they lie."""
 
 from __future__ import annotations
 
@@ -14,10 +13,8 @@ from graftune.batch import Example
 from graftune.model.frozen.tensor_rows import TensorRows
 from graftune.model.mixers.gated_delta import DeltaHeads, GatedDeltaSpec
 from graftune.settings.sections import LoraConfig
-from graftune.step.step import Step
 from graftune.weights import rows
 from graftune.weights.base import open_base
-from tests.parity.test_full import take
 from tests.support import oracle, specs, tiny
 
 LENGTHS = (70, 1, 33, 130, 5)  # chunks of 64 tokens: some documents end inside one, one spans three
@@ -70,18 +67,6 @@ def test_documents_in_another_order_have_the_same_gradients(slow: oracle.Ours) -
         assert other_loss == pytest.approx(loss, rel=1e-5)
         for name, grad in grads.items():
             assert (grad - other[name]).norm() < 1e-5 * grad.norm(), name
-
-
-def test_every_adapter_moves_in_one_step(tiny_folder: Callable[[str], Path]) -> None:
-    side = oracle.ours(tiny_folder("qwen3_5"), random_b=False)
-    take(Step(side.decoder, side.arena), [[Example(t, [True] * len(t)) for t in documents()]])
-    stems = {name.partition(".lora_")[0] for name in side.arena.slots}
-    assert {stem.split(".")[-1] for stem in stems if "linear_attn" in stem} == {
-        "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"
-    }  # fmt: skip
-    for stem in stems:
-        change = side.arena.view(f"{stem}.lora_B.weight", side.arena.weights)
-        assert change.abs().min() > 0, stem
 
 
 HEADS = DeltaHeads(key_heads=2, value_heads=6, key_width=4, value_width=3)

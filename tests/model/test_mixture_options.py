@@ -6,18 +6,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch.nn.functional import gelu, one_hot, silu
 
-from graftune.data.pack import pack
 from graftune.model.feed_forward.experts import ExpertsSpec
 from graftune.model.feed_forward.gated import GatedSpec
 from graftune.model.feed_forward.router import RouterSpec
 from graftune.model.layer_spec import BranchPart, BranchSpec, LayerSpec
 from graftune.settings.sections import LoraConfig
-from graftune.step.step import Step
-from tests.model.test_branches import DOCUMENTS, EXAMPLES, LAYERS, MIXING, WIDTH, Reference, Toy, close, norm, toy
+from tests.model.test_branches import LAYERS, MIXING, WIDTH, Reference, Toy, norm, same_as_autograds, toy
 from tests.support.pairwise import pairwise
 
 EXPERTS, CHOSEN, FFN = 5, 2, 12
@@ -99,14 +96,4 @@ def made(kind: str, norms: bool = False, deep: bool = True) -> Toy:
 @pairwise(("kind", MIXTURES), ("norms", [False, True]), ("recompute", ["none", "selective", "full"]))
 def test_outputs_and_gradients_are_autograds(kind: str, norms: bool, recompute: str) -> None:
     one = made(kind, norms)
-    ours, reference = one.ours, Mixture(one)
-    wanted = torch.cat([reference.logits(document) for document in DOCUMENTS]).detach()
-    close(ours.logits(DOCUMENTS), wanted, "logits")
-    step = Step(ours.decoder, ours.arena, recompute=recompute)
-    step.micro_step(pack(EXAMPLES))
-    total = reference.loss()
-    total.backward()
-    assert float(step.loss_sum) == pytest.approx(float(total.detach()), rel=1e-5)
-    for name, leaf in reference.trained.items():
-        assert leaf.grad is not None and leaf.grad.any(), name
-        close(ours.arena.view(name, ours.arena.grads), leaf.grad, name)
+    same_as_autograds(one, Mixture(one), recompute)

@@ -142,35 +142,6 @@ def test_every_lora_gradient_equals_pefts(variant, lora, folder):
     assert adapted <= theirs.keys() and len(adapted) >= 2 * 2 * len(parameters_of(ours.base.spec, lora))
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("variant", ["qwen3_moe", *moe.NEWER])
-def test_documents_of_a_batch_do_not_see_each_other(variant, folder):
-    """Packed documents have the logits of documents alone, and other tokens in one leave those of the others."""
-    ours, docs = oracle.ours(folder(variant), LORAS[0]), documents(19, 3, 40)
-    packed = ours.logits(docs).split([len(doc) for doc in docs])
-    for doc, logits in zip(docs, packed, strict=True):
-        assert (ours.logits([doc]) - logits).abs().max() < 1e-4
-    other = [docs[0], [(token + 7) % 200 + 3 for token in docs[1]], docs[2]]
-    changed = ours.logits(other).split([len(doc) for doc in docs])
-    assert (changed[1] - packed[1]).abs().max() > 1e-2
-    assert all((changed[place] - packed[place]).abs().max() < 1e-6 for place in (0, 2))
-
-
-@pytest.mark.parametrize("variant", moe.NEWER)
-def test_every_adapter_moves_in_the_first_step(variant, folder):
-    ours = oracle.ours(folder(variant), LORAS[0], random_b=False)
-    step = Step(ours.decoder, ours.arena)
-    batch = pack(examples(60, 50, 40))
-    step.micro_step(batch)
-    hyper = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "clip": 1.0}
-    step.set_hyper(hyper | {"divisor": float(batch.response_tokens)})
-    step.update_step()
-    ups = {name: ours.arena.view(name, ours.arena.weights) for name in ours.arena.slots if "lora_B" in name}
-    assert len(ups) >= 10
-    for name, value in ups.items():  # of experts, each one
-        assert all(bool(one.any()) for one in (value if value.dim() == 3 else [value])), name
-
-
 @pytest.mark.parametrize(
     ("variant", "recompute"),
     [("qwen3_moe", "selective"), ("qwen3_moe", "full"), ("qwen3_next", "selective"), ("glm4_moe", "full")],
