@@ -106,8 +106,8 @@ def test_mixers_say_what_their_cache_takes(family: str, dtype: torch.dtype) -> N
 
 def stored_by(cache: Cache) -> list[torch.Tensor]:
     """Layers that read another layer's keys store nothing."""
-    layers = [layer for layer in cache.layers if hasattr(layer, "__dict__")]
-    return [x for layer in layers for x in vars(layer).values() if isinstance(x, torch.Tensor)]
+    layers = [layer for layer in cache.layers if layer is not None]
+    return [x for layer in layers for x in (*layer.states, *vars(layer).values()) if isinstance(x, torch.Tensor)]
 
 
 def without_cache(
