@@ -13,7 +13,7 @@ from graftune.api import export
 from graftune.errors import GraftuneError
 from graftune.exporting import gguf_file
 from graftune.exporting.gguf_file import write_gguf
-from graftune.model.frozen.tensor_rows import TensorRows
+from graftune.model.frozen.interface import TensorRows
 from graftune.weights.adapter import is_adapter
 from graftune.weights.streamed import OutputTensor
 from tests.exporting import models

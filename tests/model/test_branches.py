@@ -20,7 +20,7 @@ from graftune.data.pack import pack
 from graftune.infer.sample import Sampling
 from graftune.model.context import PassContext
 from graftune.model.feed_forward.gated import GatedSpec
-from graftune.model.frozen.tensor_rows import TensorRows
+from graftune.model.frozen.interface import TensorRows
 from graftune.model.layer_spec import BranchPart, BranchSpec, LayerSpec, NormSpec
 from graftune.model.lora import build_arena, initialise, norm_names, scaling
 from graftune.model.mixers.attention import AttentionSpec

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graftune.batch import Example
-from graftune.model.frozen.tensor_rows import TensorRows
+from graftune.model.frozen.interface import TensorRows
 from graftune.model.mixers.gated_delta import DeltaHeads, GatedDeltaSpec
 from graftune.settings.sections import LoraConfig
 from graftune.weights import rows

@@ -19,7 +19,7 @@ from graftune.errors import GraftuneError
 from graftune.exporting.gguf_model import model_keys
 from graftune.infer.sample import Sampling
 from graftune.model.feed_forward.gated import GatedSpec
-from graftune.model.frozen.tensor_rows import TensorRows
+from graftune.model.frozen.interface import TensorRows
 from graftune.model.lora import build_arena, initialise
 from graftune.model.spec import ModelSpec
 from graftune.runtime import Runtime

@@ -1,6 +1,5 @@
 """Options of mixtures: routers, biases, units and shared experts. Outputs and every gradient against autograd over
-plain torch, where every expert computes every token and a mask picks. tests/kernels/test_mixture_options_step.py has
-the same by the kernels."""
+plain torch, where every expert computes every token and a mask picks."""
 
 from __future__ import annotations
 

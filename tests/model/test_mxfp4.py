@@ -13,7 +13,7 @@ from gguf.quants import dequantize
 from graftune.errors import GraftuneError
 from graftune.model.frozen.formats import FORMATS, assembled, check_quantisation, checkpoint_format, stored_format
 from graftune.model.frozen.formats.mxfp4 import Mxfp4Tensor, to_folder, to_gguf
-from graftune.model.frozen.tensor_rows import TensorRows
+from graftune.model.frozen.interface import TensorRows
 from graftune.weights.placement import choose_placement
 from tests.support import quantised
 

@@ -13,7 +13,7 @@ import torch
 from graftune.batch import Example
 from graftune.data.pack import pack
 from graftune.losses import Anchored
-from graftune.model.frozen.tensor_rows import TensorRows
+from graftune.model.frozen.interface import TensorRows
 from graftune.model.layer_spec import LayerSpec
 from graftune.model.lora import build_arena, start_from_scratch
 from graftune.model.mixers.attention import Attention

@@ -12,8 +12,7 @@ import torch
 from graftune.kernels import launch
 from graftune.model.frozen import Dense, RowSource, Unpacked
 from graftune.model.frozen.formats import FORMATS, stored_format
-from graftune.model.frozen.interface import CheckpointWeight
-from graftune.model.frozen.tensor_rows import TensorRows
+from graftune.model.frozen.interface import CheckpointWeight, TensorRows
 from graftune.model.frozen.weight_format import WeightFormat
 from graftune.runtime import resolve
 from graftune.settings.sections import BaseConfig, LoraConfig

@@ -12,7 +12,7 @@ import torch
 from benchmarks.synthetic import random_base
 
 from graftune.model.families import from_config
-from graftune.model.frozen.tensor_rows import TensorRows
+from graftune.model.frozen.interface import TensorRows
 from graftune.model.spec import ModelSpec
 from graftune.tokenizer import Tokenizer
 from graftune.weights.base import Base

@@ -16,7 +16,7 @@ from graftune.kernels import nf4
 from graftune.kernels.gguf_dequant import KINDS, reference, row_bytes
 from graftune.model.bundles import BundleStorage
 from graftune.model.decoder import Decoder
-from graftune.model.frozen.tensor_rows import TensorRows
+from graftune.model.frozen.interface import TensorRows
 from graftune.model.lora import build_arena, initialise, norm_names
 from graftune.model.spec import ModelSpec
 from graftune.runtime import DTYPES, resolve

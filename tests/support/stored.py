@@ -21,7 +21,7 @@ from benchmarks.random_bases import SCALES
 from graftune.batch import Example
 from graftune.data.loader import Loader
 from graftune.kernels.gguf_dequant import KINDS, row_bytes
-from graftune.model.frozen.tensor_rows import TensorRows
+from graftune.model.frozen.interface import TensorRows
 from graftune.model.lora import build_arena, initialise, norm_names
 from graftune.model.spec import ModelSpec
 from graftune.runtime import resolve

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from graftune.model.feed_forward.router import RouterSpec
-from graftune.model.frozen.tensor_rows import TensorRows
+from graftune.model.frozen.interface import TensorRows
 from graftune.weights import experts, rows
 from tests.support import specs
 

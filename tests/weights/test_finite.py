@@ -17,7 +17,7 @@ from graftune.kernels.gguf_dequant.reference import PLAIN, SCALES
 from graftune.model.frozen import Scratch, Table, Unpacked
 from graftune.model.frozen.formats.floats import FloatRows
 from graftune.model.frozen.formats.gguf import GgufRows
-from graftune.model.frozen.tensor_rows import TensorRows
+from graftune.model.frozen.interface import TensorRows
 from graftune.settings.sections import LoraConfig
 from graftune.weights import finite
 from graftune.weights.base import open_base

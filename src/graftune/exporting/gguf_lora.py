@@ -12,7 +12,7 @@ from typing import Any
 from graftune.errors import GraftuneError
 from graftune.exporting.gguf_file import encoded, write_gguf
 from graftune.model.families import family_of
-from graftune.model.frozen.tensor_rows import TensorRows
+from graftune.model.frozen.interface import TensorRows
 from graftune.model.lora import scaling
 from graftune.weights import adapter_gguf, experts, rows
 from graftune.weights.adapter_fit import Adapter

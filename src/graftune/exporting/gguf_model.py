@@ -17,7 +17,7 @@ from graftune.exporting.gguf_mix import TYPES, kind_of
 from graftune.exporting.gguf_vocab import CONTROL, vocabulary
 from graftune.io.json_file import read_object
 from graftune.model.families import family_of
-from graftune.model.frozen.tensor_rows import TensorRows
+from graftune.model.frozen.interface import TensorRows
 from graftune.model.rotary import RopeSpec
 from graftune.weights import experts, rows
 from graftune.weights.base import Base, open_base

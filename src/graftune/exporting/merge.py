@@ -19,7 +19,7 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.model.families import short_targets
 from graftune.model.frozen import RowSource
-from graftune.model.frozen.tensor_rows import DTYPES, TensorRows
+from graftune.model.frozen.interface import DTYPES, TensorRows
 from graftune.model.lora import scaling
 from graftune.settings.sections import LoraConfig
 from graftune.weights import experts

@@ -24,7 +24,7 @@ from graftune.model.families import family_of, with_text_values
 from graftune.model.frozen import RowSource
 from graftune.model.frozen.formats import stored_format
 from graftune.model.frozen.formats.mxfp4 import KIND as MXFP4
-from graftune.model.frozen.tensor_rows import DTYPES, NAMES
+from graftune.model.frozen.interface import DTYPES, NAMES
 from graftune.observe.console import Console
 from graftune.observe.memory import human_bytes
 from graftune.weights import experts

@@ -23,7 +23,7 @@ from graftune.model.arena import Arena
 from graftune.model.families import family_of, with_text_values
 from graftune.model.frozen import RowSource
 from graftune.model.frozen.formats import mxfp4
-from graftune.model.frozen.tensor_rows import NAMES, TensorRows
+from graftune.model.frozen.interface import NAMES, TensorRows
 from graftune.weights import experts, rows, safetensors_io
 from graftune.weights.base import Base, open_base
 from graftune.weights.streamed import (

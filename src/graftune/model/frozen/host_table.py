@@ -17,8 +17,7 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.model.frozen.formats.floats import FloatFormat
 from graftune.model.frozen.formats.gguf import GgufFormat, GgufRows
-from graftune.model.frozen.interface import RowSource
-from graftune.model.frozen.tensor_rows import NAMES
+from graftune.model.frozen.interface import NAMES, RowSource
 from graftune.observe.memory import human_bytes
 
 

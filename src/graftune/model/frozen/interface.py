@@ -13,8 +13,12 @@ import torch
 from graftune.arithmetic import ceil_div
 from graftune.kernels import augmented_weight, matmul
 from graftune.kernels.augmented_weight import Adapters
+from graftune.kernels.gguf_dequant.reference import PLAIN
 from graftune.kernels.lora_linear import Copy
 from graftune.model.bundles import Place
+
+DTYPES = PLAIN  # by their names in safetensors and GGUF files
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def row_stride(width: int, adapter_columns: int) -> int:
@@ -65,6 +69,34 @@ class Packed(RowSource, Protocol):
 
     def numbers(self) -> Iterator[torch.Tensor]:
         """Floats that are all finite exactly where all values are: of codes, their scales."""
+
+
+@dataclass(frozen=True)
+class TensorRows:
+    """A tensor in memory as a RowSource."""
+
+    tensor: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype_name(self) -> str:
+        return NAMES[self.tensor.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self.tensor[start:stop]
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.tensor.index_select(0, ids.to(self.tensor.device))
+
+    def values(self) -> torch.Tensor:
+        return self.tensor
 
 
 class RowsByReading:

@@ -10,10 +10,9 @@ import torch
 from graftune.kernels import gguf_dequant
 from graftune.model.bundles import Place
 from graftune.model.frozen.builder import WeightBuilder
-from graftune.model.frozen.interface import Frozen, RowSource, loaded
+from graftune.model.frozen.interface import Frozen, RowSource, TensorRows, loaded
 from graftune.model.frozen.mapped import fill
 from graftune.model.frozen.resident import KINDS, Dense, Fetched
-from graftune.model.frozen.tensor_rows import TensorRows
 from graftune.model.frozen.weight_format import WeightFormat
 from graftune.runtime import DTYPES
 
