@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graftune.kernels import launch, lora_linear, rms_norm
+from graftune.kernels import augmented_weight, launch, lora_linear, rms_norm
 from graftune.kernels.lora_linear import Copy, LowRank, reference
 from tests.kernels.harness import NAN, close
 
@@ -163,10 +163,8 @@ def test_up_backward(kernels_on, device, dtype, tokens, group, rank):
     assert g.dtype == dtype
     close(g, reference.up_backward(read.float(), wide(low)), TOLERANCE[dtype])
     assert same(grad, before), "nothing else is written"
-    out = torch.full_like(g, NAN)
-    assert lora_linear.up_backward(read, low, tail, out) is out
-    assert torch.equal(out, g), "the same bits every time, with a tail or without"
-    filled(tail, out)
+    assert torch.equal(lora_linear.up_backward(read, low, tail), g), "the same bits every time, with a tail or without"
+    filled(tail, g)
     tail.fill_(NAN)
     assert same(grad, before), "nothing but the tail is written"
 
@@ -282,9 +280,8 @@ def test_wide_products_go_to_the_matrix_library(kernels_on, device, dtype, monke
     rough = 4 * TOLERANCE[dtype]  # the library rounds every step
     grad = gradient(tokens, columns, dtype, device, 200)
     low, tail = adapters(tokens, columns, rank, dtype, device), tail_of(grad, tokens, OUT, 2 * rank)
-    out = torch.full((tokens, 2 * rank), NAN, dtype=dtype, device=device)
     grad_y = grad[:tokens, :OUT]
-    assert lora_linear.up_backward(grad_y, low, tail, out) is out
+    out = lora_linear.up_backward(grad_y, low, tail)
     close(out, reference.up_backward(grad_y.float(), wide(low)), rough)
     filled(tail, out)
     got, want = torch.ones(97, rank, device=device), torch.ones(97, rank, device=device)
@@ -346,3 +343,42 @@ def test_spread(device, dtype, fused, monkeypatch):
             else:
                 assert same(got, right)
     lora_linear.spread([], {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_products_add_up_in_fp32(dtype, device):
+    """A thousand times the same small product: a sum in 16 bits would stop growing."""
+    a, b = torch.randn(33, 24, device=device).to(dtype), torch.randn(33, 16, device=device).to(dtype)
+    wide = torch.full((24, 16 + 5), 100.0, device=device)
+    total = wide[:, :16].contiguous()
+    for _ in range(1000):
+        lora_linear.add_product_(total, a.t(), b, 1e-3)
+    want = 100.0 + a.double().t() @ b.double()
+    assert total.dtype == torch.float32
+    assert (total - want).abs().max() < (1e-2 if dtype == torch.float32 or device == "cuda" else 0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("columns", "out", "width", "rank", "size"),
+    [
+        (((0, 5),), 5, 7, 1, 8),
+        (((0, 30), (40, 50)), 50, 24, 4, 8),
+        (((0, 300), (300, 340), (340, 380)), 380, 130, 16, 48),
+        (((10, 20), (20, 33)), 40, 5000, 3, 8),
+        (((10, 20), (20, 33)), 40, 24, 70, 144),
+        (((0, 9), (9, 10), (20, 30), (31, 40)), 40, 24, 5, 24),
+    ],
+)
+def test_adapters_beside_and_below_a_weight(columns, out, width, rank, size, dtype, device, kernels_on):
+    """All of the adapter columns or rows are written, whatever was in them; nothing else is."""
+    rows = sum(stop - start for start, stop in columns)
+    down = torch.randn(rank * len(columns), width, device=device).to(dtype)
+    up = torch.randn(rows, rank, device=device).to(dtype)
+    adapters = augmented_weight.Adapters(down, up, columns, 2.0)
+    for place, side in (("beside", (slice(out), slice(width, None))), ("below", (slice(out, None), slice(width)))):
+        storage, want = (torch.full((out + size, width + size), NAN, dtype=dtype, device=device) for _ in range(2))
+        getattr(augmented_weight, place)(storage[side], adapters)
+        getattr(augmented_weight.reference, place)(want[side], adapters)
+        assert torch.equal(storage.nan_to_num(7e4), want.nan_to_num(7e4))
+        assert not storage[side].isnan().any() and storage.isnan().sum() == storage.numel() - storage[side].numel()

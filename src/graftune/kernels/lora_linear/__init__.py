@@ -43,16 +43,13 @@ def down(x: torch.Tensor, weight: torch.Tensor, tail: torch.Tensor | None = None
 
 
 @launch.operation("adapters")
-def up_backward(
-    grad_y: torch.Tensor, low: LowRank, tail: torch.Tensor | None = None, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """g = s dY B, [T, R * members], written to `out` if given, and to `tail` (see `down`)."""
+def up_backward(grad_y: torch.Tensor, low: LowRank, tail: torch.Tensor | None = None) -> torch.Tensor:
+    """g = s dY B, [T, R * members], also written to `tail` (see `down`)."""
     if launch.fused(grad_y) and low.rank <= THIN:
         from graftune.kernels.lora_linear import kernel
 
-        return kernel.rows(grad_y, low.up, low.columns, rank=low.rank, scale=low.scale, tail=tail, out=out)
-    g = _filled(tail, reference.up_backward(grad_y, low))
-    return g if out is None else out.copy_(g)
+        return kernel.rows(grad_y, low.up, low.columns, rank=low.rank, scale=low.scale, tail=tail)
+    return _filled(tail, reference.up_backward(grad_y, low))
 
 
 def up_grad(grad_y: torch.Tensor, low: LowRank, grad_up: torch.Tensor) -> None:

@@ -143,15 +143,12 @@ def rows(
     scale: float = 1.0,
     transposed: bool = False,
     tail: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[T, rank * members] = scale * y[:, columns] weight; weight [sum of widths, rank] (transposed: [rank, width])."""
     tokens = len(y)
     bt, bc, warps, stages, splits, per_split = tiles_of(tokens, columns, _rows_tile(tokens))
     starts, stops, offsets, _ = places(columns, bc)
-    if out is None:
-        out = torch.empty(tokens, rank * len(columns), dtype=weight.dtype, device=y.device)
-    assert out.is_contiguous()
+    out = torch.empty(tokens, rank * len(columns), dtype=weight.dtype, device=y.device)
     parts = out if splits == 1 else torch.empty(splits, *out.shape, dtype=torch.float32, device=y.device)
     strides = (1, weight.stride(0)) if transposed else (weight.stride(0), 1)
     _rows[(triton.cdiv(tokens, bt), len(columns), splits)](
