@@ -3,7 +3,7 @@ reference, and one comparison of whole steps by the kernels with the same steps 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -98,3 +98,19 @@ def same_steps(arena: Any, got: Iterable[Any], want: Iterable[Any], tolerance: f
         assert torch.allclose(report, report_, rtol=1e-4), (report, report_)
         same_gradients(arena, grads, grads_, tolerance)
         assert (weights - weights_).norm() <= 1e-3 * weights_.norm()
+
+
+def check_steps(
+    monkeypatch: pytest.MonkeyPatch, plain: Any, make: Callable[[], Any], device: str, dropout: float = 0.0,
+    recompute: str = "none", steps: int = 1, tolerance: float = 1e-4,
+) -> Any:  # fmt: skip
+    """Steps of `make()` by the kernels, with adapters beside the weights, equal those of `plain` by the references on
+    the CPU. Returns what was made."""
+    start = plain.arena.weights.clone()
+    want = stepped(plain, "cpu", "cpu", batch(), dropout, recompute, steps)
+    through_kernels(monkeypatch)
+    ours = make()
+    start_from(ours, start)
+    got = stepped(ours, device, "triton", batch(padded=True), dropout, recompute, steps)
+    same_steps(plain.arena, got, want, tolerance)
+    return ours

@@ -112,43 +112,6 @@ def test_query_heads_that_share_a_key_head_are_added_up(kernels_on, device, dtyp
     close(again, want.to(dtype), dtype)
 
 
-@pytest.mark.parametrize("path", ["kernel", "reference"])
-def test_both_ways_against_autograd(path, device, request):
-    """Every gradient of bias, norms and rotation together, in fp32."""
-    if path == "kernel":
-        request.getfixturevalue("kernels_on")
-    ops = rope if path == "kernel" else reference
-    tokens, heads, eps = 21, (4, 2, 12), 1e-6
-    queries, keys, width = heads
-    qkv, bias, q_norm, k_norm = inputs(tokens, heads, torch.float32, device, seed=8)
-    cos, sin = table(tokens, width, device)
-    leaves = [t.clone().requires_grad_() for t in (qkv, q_norm, k_norm)]
-
-    by_head = (leaves[0] + bias).view(tokens, -1, width)
-    q, k, v = by_head.split([queries, keys, keys], 1)
-    parts = []
-    for x, weight in ((q, leaves[1]), (k, leaves[2])):
-        n = x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
-        pair = torch.complex(n[..., : width // 2], n[..., width // 2 :])
-        turned = pair * torch.complex(cos, sin).unsqueeze(1)
-        parts.append(torch.cat((turned.real, turned.imag), -1))
-    want = torch.cat((*parts, v), 1).flatten(1)
-    grad = torch.randn_like(qkv)
-    want.backward(grad)
-
-    got = qkv.clone()
-    raw = ops.finish_(got, cos, sin, heads, bias=bias, q_norm=q_norm, k_norm=k_norm, eps=eps)
-    close(got, want.detach(), torch.float32)
-    sums = [torch.zeros(width, device=device) for _ in range(2)]
-    ops.finish_backward(
-        by_part(grad, heads), grad, cos, sin, heads, raw, q_norm=q_norm, k_norm=k_norm, eps=eps, grad_q_norm=sums[0],
-        grad_k_norm=sums[1],
-    )  # fmt: skip
-    close(grad, leaves[0].grad, torch.float32)
-    close(sums[0], leaves[1].grad, torch.float32)
-    close(sums[1], leaves[2].grad, torch.float32)
-
-
 def test_nothing_beyond_the_tokens_is_written(kernels_on, device):
     tokens, heads = 35, (2, 1, 20)
     columns = 4 * 20
@@ -164,28 +127,6 @@ def test_nothing_beyond_the_tokens_is_written(kernels_on, device):
     rope.finish_backward(by_part(wide[:, :columns], heads), wide[:, :columns], cos, sin, heads, buffer.new_empty(0))
     rope.finish_backward(by_part(buffer[:tokens], heads), buffer[:tokens], cos, sin, heads, buffer.new_empty(0))
     assert torch.equal(wide[:, :columns], buffer[:tokens]) and wide[:, columns:].isnan().all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "heads", "turned"), [(37, (3, 1, 20), 12), (19, (4, 2, 96), 72), (5, (2, 1, 6), 2)])
-def test_a_part_of_each_head_is_turned(kernels_on, device, tokens, heads, turned, dtype):
-    qkv, *_ = inputs(tokens, heads, dtype, device, seed=tokens)
-    cos, sin = table(tokens, turned, device)
-    got, want = qkv.clone(), qkv.clone()
-    assert rope.finish_(got, cos, sin, heads).numel() == 0
-    reference.finish_(want, cos, sin, heads)
-    close(got, want, dtype)
-    q = got.unflatten(1, (-1, heads[2]))[:, : heads[0]]
-    assert torch.equal(q[..., turned:], qkv.unflatten(1, (-1, heads[2]))[:, : heads[0], turned:])
-    alone = qkv.unflatten(1, (-1, heads[2]))[:, : heads[0], :turned].clone()
-    close(q[..., :turned], reference.rotate_(alone, cos, sin), dtype)
-    elsewhere = torch.full_like(got, NAN)
-    rope.finish_backward(by_part(qkv, heads), elsewhere, cos, sin, heads, qkv.new_empty(0))
-    here, want = qkv.clone(), qkv.clone()
-    rope.finish_backward(by_part(here, heads), here, cos, sin, heads, qkv.new_empty(0))
-    reference.finish_backward(by_part(want, heads), want, cos, sin, heads, qkv.new_empty(0))
-    close(elsewhere, want, dtype)
-    assert torch.equal(elsewhere, here)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["reference", "kernel"])
@@ -225,6 +166,8 @@ def test_norms_over_all_heads_equal_autograds(device, fused, monkeypatch):
 
 
 OPTIONS = {
+    "bias": ({"bias": True}, 16),
+    "a part alone is turned": ({"normed": False}, 6),
     "gated": ({"gated": True}, 16),
     "gated, a part is turned": ({"gated": True}, 6),
     "a part is turned": ({}, 6),
