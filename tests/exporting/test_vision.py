@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from graftune.weights.carried import CarriedTensor
 from safetensors.torch import load_file, save_file
 
 from graftune.api import export
@@ -23,7 +22,7 @@ from graftune.weights.base import open_base
 from graftune.weights.describe import base_facts
 from graftune.weights.gguf_io import read_gguf
 from graftune.weights.model import hf_config, save_model
-from graftune.weights.safetensors_io import weight_files
+from graftune.weights.safetensors_io import CarriedTensor, weight_files
 from tests.exporting import models
 from tests.exporting.judges import opened
 from tests.parity.test_full import transformers_logits
