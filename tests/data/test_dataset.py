@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from graftune.data import fit
 from graftune.data.dataset import Dataset, prepare, split
 from graftune.data.fit import Fitter
+from graftune.data.row_encoder import windows
 from graftune.data.template import chat_format
-from graftune.data.text import windows
 from graftune.errors import GraftuneError
 from graftune.settings.sections import DataConfig
 from tests.data import helpers

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from graftune.data import parquet, readers, streams
+from graftune.data import readers, streams
 from graftune.data.dataset import prepare, split
 from graftune.data.row import Refusal, Row
 from graftune.data.source import digest_of, rows, sources
@@ -219,7 +219,7 @@ def test_files_that_are_refused(name: str, content: bytes, message: str, tmp_pat
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 def test_memory_does_not_grow_with_the_rows(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "CHUNK", 1 << 13)
-    monkeypatch.setattr(parquet, "BATCH", 50)
+    monkeypatch.setattr(readers, "BATCH", 50)
     path, text, count = tmp_path / f"d.{kind}", "word " * 40, 4_000
     if kind == "parquet":
         pyarrow = pytest.importorskip("pyarrow")

@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 from graftune.data.record import Message
 from graftune.data.row import Refusal
 from graftune.data.tags import TAG, is_pair
+from graftune.data.turns import ROLES, unknown_role
 from graftune.errors import GraftuneError
 from graftune.tokenizer import Tokenizer
 
@@ -280,3 +281,43 @@ def special_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     """Matches any control token's name typed in a text, the longest first."""
     names = sorted(special_tokens(tokenizer).values(), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, names))) if names else None
+
+
+def check_roles(form: ChatFormat, messages: list[Message], tools: list[Any] | None) -> None:
+    """Refuse what a template would silently leave out: tool calls, and roles that it does not know. The first message
+    of each role is looked at; `not_rendered` notes what is missing of the others."""
+    seen = {"system", "user", "assistant"}
+    for i, message in enumerate(messages):
+        if message.get("tool_calls"):
+            if not form.renders_calls:
+                raise Refusal("refused by the chat template", "it does not render tool calls")
+        elif message["role"] not in seen:
+            seen.add(message["role"])
+            check_role(form, message["role"], i + 1)
+            shown = form.render(messages[: i + 1], tools)
+            marked = {**message, "content": (message["content"] or "") + "?"}
+            if shown == form.render([*messages[:i], marked], tools):
+                raise Refusal("refused by the chat template", f"it does not render the role {message['role']!r}")
+
+
+def check_role(form: ChatFormat, role: str, place: int) -> None:
+    """Refuse a role of message `place` that is misspelt: neither a usual one nor one that the template names."""
+    if role not in ("system", "user", "assistant", "tool") and not names_role(form, role):
+        raise unknown_role(role, place)
+
+
+def names_role(form: ChatFormat, role: str) -> bool:
+    source = getattr(form.renderer, "source", "")
+    return f"'{role}'" in source or f'"{role}"' in source
+
+
+def with_known_roles(form: ChatFormat, messages: list[Message]) -> list[Message]:
+    """The messages with other tools' names of roles replaced, as in data; raises Refusal for an unknown role."""
+    made = []
+    for place, message in enumerate(messages, 1):
+        role: str = message["role"]
+        if not names_role(form, role):
+            role = ROLES.get(role.strip().lower(), role)
+            check_role(form, role, place)
+        made.append(message if role == message["role"] else {**message, "role": role})
+    return made

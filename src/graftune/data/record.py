@@ -29,7 +29,7 @@ from graftune.data.turns import (
 BLANK = "answers without a text, kept as context and not trained"
 EARLY = "answers before the first user turn, kept as context and not trained"
 
-__all__ = ["Kind", "Message", "Record", "to_record"]
+__all__ = ["Kind", "Message", "Record", "to_record", "trained_turns"]
 
 
 @dataclass(frozen=True)
@@ -221,3 +221,24 @@ def _filled(row: dict[str, Any], key: str, reason: str) -> str:
     if not value or value.isspace():
         raise Refusal(reason, f"{key!r}")
     return value
+
+
+def trained_turns(record: Record, train_on: str) -> tuple[int, ...]:
+    """Indices of the messages to train; raises Refusal where there is none.
+
+    A turn that says so itself ("train": false, or OpenAI's "weight": 0) is context and not trained."""
+    turns = [
+        i for i, message in enumerate(record.messages) if message["role"] == "assistant" and i not in record.skipped
+    ]
+    if train_on == "flagged" and record.kind in ("messages", "conversations"):
+        wrong = [i for i, flag in enumerate(record.flags) if flag and record.messages[i]["role"] != "assistant"]
+        if wrong:
+            raise Refusal("a flag on a turn that is not the assistant's", f"message {wrong[0] + 1}")
+        turns = [i for i in turns if record.flags[i]]
+        if not turns:
+            raise Refusal("nothing to train", 'no assistant turn has "train": true or "weight": 1')
+    wanted = [i for i in (turns[-1:] if train_on == "last" else turns) if record.flags[i] is not False]
+    if not wanted:
+        which = "the last" if train_on == "last" else "every"
+        raise Refusal("nothing to train", f'{which} assistant turn has "train": false or "weight": 0')
+    return tuple(wanted)

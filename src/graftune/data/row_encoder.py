@@ -14,16 +14,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from graftune.batch import Example
 from graftune.data.chat import Passage
 from graftune.data.fit import Built, Fitter
+from graftune.data.format import check_roles
 from graftune.data.kind import ANSWERS, DataKind
-from graftune.data.record import Record
-from graftune.data.roles import check_roles, trained_turns
+from graftune.data.record import Record, trained_turns
 from graftune.data.row import Refusal, Row
 from graftune.data.shared_prompt import INCOMPLETE, SEVERAL, fit_together
 from graftune.data.summary import KEPT_DETAILS, Summary, counted
 from graftune.data.template import special_pattern, special_tokens, usable_format
-from graftune.data.text import windows
 from graftune.data.turns import as_unicode
 from graftune.data.writer import NewExample
 from graftune.errors import GraftuneError
@@ -130,7 +130,7 @@ class RowEncoder:
         trained = trained_turns(record, "assistant" if self.kind.members else self.config.train_on)
         if not form.takes_system and messages[0]["role"] == "system":
             self._note("system turns merged into the first user turn: the template takes none")
-        check_roles(form, record, messages)
+        check_roles(form, messages, record.tools)
         if left := len(messages) - 1 - trained[-1]:
             self._note(f"{counted(left, 'turn')} after the last trained answer left out")
         if record.tools and not form.renders_tools:
@@ -255,6 +255,36 @@ class RowEncoder:
 
     def _note(self, text: str) -> None:
         self.summary.bump("notes", text)
+
+
+def windows(text: str, tokens: list[int], tokenizer: Tokenizer, limit: int, weight: float = 1.0) -> Iterator[Built]:
+    """Plain text, every token trained, BOS as the tokenizer says and EOS always. Too long: several windows.
+
+    Each later window starts with BOS, or else with the last token of the window before it, so that every token is
+    predicted once. Only the first one has a prompt: a sample answer continues the beginning of a text.
+    """
+    bos = tokenizer.bos_id if tokenizer.add_bos else None
+    if tokenizer.eos_id is None:
+        raise Refusal("no EOS token", "the tokenizer names none to end a text with")
+    whole = [*([] if bos is None else [bos]), *tokens, tokenizer.eos_id]
+    end = _quarter(text)
+    prompt = ((tokenizer.bos_token or "") if bos is not None else "") + text[:end]
+    first = min(limit, len(whole))
+    yield Built(_trained(whole[:first], weight), prompt, text[end:].strip(), [])
+    for start in range(first, len(whole), limit - 1):
+        head = whole[start - 1] if bos is None else bos
+        window = [head, *whole[start : start + limit - 1]]
+        yield Built(_trained(window, weight), "", "", [])
+
+
+def _trained(tokens: list[int], weight: float) -> Example:
+    return Example(tokens, [True] * len(tokens), weights=None if weight == 1 else [weight] * len(tokens))
+
+
+def _quarter(text: str) -> int:
+    """About a quarter of a text, to the end of a word: what a sample continues."""
+    space = text.find(" ", max(1, len(text) // 4))
+    return space if space > 0 else max(1, len(text) // 4)
 
 
 def _placed(built: Built, row: int, group: int, numbers: dict[str, float]) -> Built:

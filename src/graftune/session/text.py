@@ -13,9 +13,8 @@ import torch
 
 from graftune.batch import PLAIN, Example
 from graftune.data.encoded import responses_of, take
-from graftune.data.format import ChatFormat
+from graftune.data.format import ChatFormat, with_known_roles
 from graftune.data.pack import bins_in_order, pack
-from graftune.data.roles import with_known_roles
 from graftune.data.row import Refusal
 from graftune.data.template import stop_ids, usable_format
 from graftune.errors import GraftuneError
