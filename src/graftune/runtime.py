@@ -150,7 +150,7 @@ def available_devices() -> list[str]:
     found = []
     if torch.cuda.is_available():
         found.append("cuda")
-    if hasattr(torch, "xpu") and torch.xpu.is_available():
+    if torch.xpu.is_available():
         found.append("xpu")
     if torch.backends.mps.is_available():
         found.append("mps")

@@ -71,7 +71,10 @@ def given(settings: Any) -> dict[str, Any]:
     values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
     flags = {name: _joined(name, value) for name, value in values.items() if value is not None}
     for name, value in flags.items():
-        checked(flag(name), name, value)
+        try:
+            Config.of({name: value})
+        except GraftuneError as error:
+            raise GraftuneError(f"{flag(name)}{error.what.removeprefix(name)}", fix=error.fix) from None
     return flags
 
 
@@ -80,15 +83,6 @@ def _joined(name: str, value: Any) -> Any:
     if name in ("data", "eval_data"):
         return value[0] if len(value) == 1 else list(value)
     return ",".join(value) if isinstance(value, tuple) else value
-
-
-def checked(shown: str, name: str, value: Any) -> Any:
-    """`value` as the config stores it for `name`; an error names `shown`, the flag that the user typed."""
-    try:
-        return Config.of({name: value}).flat()[name]
-    except GraftuneError as error:
-        what = error.what.removeprefix(name)
-        raise GraftuneError(f"{shown}{what}", fix=error.fix) from None
 
 
 def loaded(config: str, flags: dict[str, Any], console: Console) -> Config:

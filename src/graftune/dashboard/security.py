@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import secrets
 import socket
 from urllib.parse import urlsplit
 
@@ -32,10 +31,6 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cross-origin-opener-policy": "same-origin",
 }
-
-
-def new_token() -> str:
-    return secrets.token_urlsafe(24)
 
 
 def is_loopback(host: str) -> bool:

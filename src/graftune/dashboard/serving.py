@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import socket
 import threading
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from collections.abc import Callable
 import uvicorn
 
 from graftune.dashboard.runs import Runs
-from graftune.dashboard.security import TOKEN, is_loopback, new_token
+from graftune.dashboard.security import TOKEN, is_loopback
 from graftune.dashboard.server import Server, application
 from graftune.errors import GraftuneError
 
@@ -78,7 +79,7 @@ def token_for(host: str, always: bool, shown: Callable[[], bool]) -> str:
             "the page needs a token, which cannot be shown because stderr is not a terminal",
             fix=f"set {TOKEN} to a token of your own",
         )
-    return new_token()
+    return secrets.token_urlsafe(24)
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -121,14 +121,14 @@ class Console:
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         title, cells = printable(title), [[printable(str(cell)) for cell in row] for row in rows]
         assert all(len(row) == len(columns) for row in cells), f"{title}: every row needs {len(columns)} cells"
+        numeric = [bool(cells) and all(_is_number(row[i]) for row in cells) for i in range(len(columns))]
         if not self._results.isatty():
-            self._write(self._results, "\n".join([title, *_plain_table(columns, cells)]))
+            self._write(self._results, "\n".join([title, *_plain_table(columns, cells, numeric)]))
             return
         from rich import box
         from rich.table import Table
         from rich.text import Text
 
-        numeric = [bool(cells) and all(_is_number(row[i]) for row in cells) for i in range(len(columns))]
         table = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
         for name, right in zip(columns, numeric, strict=True):
             table.add_column(Text(name), justify="right" if right else "left", overflow="fold")
@@ -275,11 +275,10 @@ class _Printable:
             yield Segment(printable(text), style, control)
 
 
-def _plain_table(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned columns, two spaces apart; numbers right-aligned; newlines in a cell become spaces."""
+def _plain_table(columns: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[bool]) -> list[str]:
+    """Aligned columns, two spaces apart, those of `right` to the right; newlines in a cell become spaces."""
     flat = [[" ".join(cell.split()) for cell in row] for row in cells]
     widths = [max(len(name), *(len(row[i]) for row in flat), 0) for i, name in enumerate(columns)]
-    right = [bool(flat) and all(_is_number(row[i]) for row in flat) for i in range(len(columns))]
     lines = []
     for row in [list(columns), *flat]:
         padded = [cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(row, widths, right, strict=True)]

@@ -34,10 +34,9 @@ from graftune.step.pipeline import Figures
 from graftune.step.schedule import learning_rate
 from graftune.training.evaluation import Evaluation
 from graftune.training.guard import Guard
-from graftune.training.hooks import Hook, RunState
+from graftune.training.hooks import Callback, Hook, RunState
 from graftune.training.resume import write_start
 from graftune.training.run import Run
-from graftune.training.trackers import Callback
 from graftune.weights import checkpoint
 
 # Logged with the first update of a round only, since they add up.

@@ -1,19 +1,21 @@
-"""Hooks do everything in a run that is not a step: each is a class in a file of its own that overrides some of the
-methods below. A hook receives the state of the run, not the trainer, and never calls another hook by name.
+"""Hooks do everything in a run that is not a step: each is a class, mostly in a file of its own, that overrides some of
+the methods below. A hook receives the state of the run, not the trainer, and never calls another hook by name.
 
 To add one: write its file, add it to the list in trainer.py, and test it with a made-up state.
 """
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from graftune.observe.events import Event
+from graftune.observe.trackers import Tracking
 from graftune.session import Parts
 from graftune.settings.config import Config
 from graftune.spans import marked
@@ -109,3 +111,33 @@ class RunState:
         """The same within work that all ranks do together, which none of several ranks may leave."""
         if self.ranks.world is None:
             self.check_stop()
+
+
+# The callbacks of `graftune.train` and experiment trackers: both get every event of the log.
+
+Callback = Callable[[Event], object]
+
+
+class Callbacks(Hook):
+    """Functions of the user. One that returns "stop" ends the run after a checkpoint, as Ctrl-C does."""
+
+    def __init__(self, callbacks: Sequence[Callback]):
+        self.callbacks = callbacks
+
+    def event(self, state: RunState, event: Event) -> None:
+        answers = [callback(event) for callback in self.callbacks]
+        if "stop" in answers:
+            state.stop.signal = state.stop.signal or signal.SIGINT
+
+
+class Trackers(Hook):
+    """Sends the figures of the run to the tracker of the setting `track`."""
+
+    def __init__(self, tracking: Tracking):
+        self.tracking = tracking
+
+    def event(self, state: RunState, event: Event) -> None:
+        self.tracking(event)
+
+    def close(self, state: RunState) -> None:
+        self.tracking.close()

@@ -36,12 +36,11 @@ from graftune.step.pipeline import Figures
 from graftune.training.checkpoints import Checkpoints
 from graftune.training.evaluation import Evaluation
 from graftune.training.guard import Guard, Halted
-from graftune.training.hooks import Hook, RunState
+from graftune.training.hooks import Callback, Callbacks, Hook, RunState, Trackers
 from graftune.training.ranks import SingleProcess
 from graftune.training.reporter import LiveSpeed, Reporter
 from graftune.training.resume import find_checkpoint, identity, resume_folder, run_length
 from graftune.training.signals import HANGUP, Interrupted, SignalWatch
-from graftune.training.trackers import Callback, Callbacks, Trackers
 
 
 @dataclass

@@ -24,9 +24,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from types import FrameType
 
-KINDS = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
-
-HANGUP = getattr(signal, "SIGHUP", 0)  # after which the terminal may be gone
+HANGUP = signal.SIGHUP  # after which the terminal may be gone
+KINDS = (signal.SIGINT, signal.SIGTERM, HANGUP)
 
 
 class Stopped(BaseException):

@@ -16,7 +16,7 @@ from graftune.spans import marked
 from graftune.step.schedule import hyperparameters, learning_rate
 from graftune.training.evaluation import Evaluation
 from graftune.training.guard import Guard
-from graftune.training.hooks import Hook
+from graftune.training.hooks import Callback, Hook
 from graftune.training.prepare import Prepared
 from graftune.training.preview import Preview
 from graftune.training.profiler import ProfiledSteps, Trace
@@ -25,7 +25,6 @@ from graftune.training.reporter import live_speed
 from graftune.training.resume import write_start
 from graftune.training.run import Run, TrainResult
 from graftune.training.samples import Samples
-from graftune.training.trackers import Callback
 
 __all__ = ["TrainResult", "Trainer"]
 

@@ -233,8 +233,11 @@ def _open_folder(name: str, folder: Path) -> Base:
     further = tuple(f"{scheme.prefix}layers.{layers + number}." for number in range(predicting))
 
     def is_outside(name: str) -> bool:
-        unused = name.startswith(further) or family.is_unused(names.from_hf(name), described.spec)
-        return unused or _is_outside(name, scheme, described.multimodal)
+        """Whether a tensor is not one of the text model. Where a folder says it holds a text model alone, others are
+        refused by name."""
+        if name.startswith((PREDICTION, *further)) or family.is_unused(names.from_hf(name), described.spec):
+            return True
+        return described.multimodal and scheme.ours(name) is None
 
     outside = {n: t for n, t in stored.items() if is_outside(n)}
     found = assembled({n: t for n, t in stored.items() if n not in outside}, folder)
@@ -247,12 +250,6 @@ def _open_folder(name: str, folder: Path) -> Base:
     return dataclasses.replace(
         described, path=folder, kind="safetensors", tensors=tensors, carried=carried, scheme=scheme
     )
-
-
-def _is_outside(name: str, scheme: NamingScheme, multimodal: bool) -> bool:
-    """Whether a folder's tensor is not one of the text model. Of a folder that says it holds a text model alone, other
-    tensors are refused by name."""
-    return name.startswith(PREDICTION) or (multimodal and scheme.ours(name) is None)
 
 
 def _config_in(folder: Path) -> Path:
