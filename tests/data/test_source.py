@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 
 from graftune.data.dataset import Dataset, prepare
-from graftune.data.record import to_record
-from graftune.data.source import Refusal, rows, sources
 from graftune.errors import GraftuneError
 from graftune.settings.sections import DataConfig
 from tests.data.helpers import CHATML, jsonl, trained_runs, turns, with_template
@@ -34,31 +32,12 @@ def load(path: str | Path, **config: Any) -> Dataset:
     return prepare(str(path), with_template(CHATML), DataConfig(**config))
 
 
-@pytest.mark.parametrize("name", GOOD)
-def test_kinds(name: str, tmp_path: Path) -> None:
-    data = load(jsonl(tmp_path / "d.jsonl", GOOD[name]))
-    assert data.prompts == ["<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"]
-    assert data.references == ["That."] and trained_runs(data.examples[0]) == ["That.<|im_end|>"]
-
-
 def test_kinds_may_mix(tmp_path: Path) -> None:
     data = load(jsonl(tmp_path / "d.jsonl", *GOOD.values(), {"text": "Just text"}))
     assert data.summary.kinds == {"prompt/response": 3, "alpaca": 2, "messages": 2, "conversations": 1, "text": 1}
     assert [example.row for example in data.examples] == list(range(1, 10))
-
-
-def test_system_and_input_and_extra_columns(tmp_path: Path) -> None:
-    rows = (
-        {"system": "S", "instruction": "Do", "input": "this", "output": "Done"},
-        {"system": "S", "conversations": GOOD["conversations"]["conversations"], "id": 7},
-        {"conversations": [{"from": "system", "value": "S"}, *GOOD["conversations"]["conversations"]]},
-        {"messages": turns("What?", "That.", system=" ")},
-    )
-    data = load(jsonl(tmp_path / "d.jsonl", *rows))
-    assert "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nDo\n\nthis<|im_end|>" in data.prompts[0]
-    assert all(prompt.startswith("<|im_start|>system\nS<") for prompt in data.prompts[:3])
-    assert data.prompts[3].startswith("<|im_start|>system\n <|im_end|>"), "an explicit empty system turn is kept"
-    assert data.summary.notes == {"column not used: id": 1}
+    assert set(data.prompts[:8]) == {"<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"}
+    assert set(data.references[:8]) == {"That."} and trained_runs(data.examples[0]) == ["That.<|im_end|>"]
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
@@ -217,19 +196,3 @@ def test_folders_and_closed_files(tmp_path: Path) -> None:
         pytest.skip("this user may read everything")
     with pytest.raises(GraftuneError, match="cannot be read"):
         load(path)
-
-
-def test_readers_are_lazy(tmp_path: Path) -> None:
-    """A reader hands out rows as it goes and never raises for a bad one."""
-    bad, good = rows(sources(jsonl(tmp_path / "d.jsonl", "{", {"a": 1})))
-    assert isinstance(bad.value, Refusal) and good.value == {"a": 1}
-
-
-def test_tool_arguments_become_objects() -> None:
-    call = {"name": "f", "arguments": '{"x": 1}'}
-    for given in ([call], [{"function": call}]):
-        record = to_record({"messages": [*turns("a"), {"role": "assistant", "tool_calls": given}]})
-        made = record.messages[1]["tool_calls"][0]
-        assert made.get("function", made)["arguments"] == {"x": 1} and record.messages[1]["content"] is None
-    with pytest.raises(Refusal, match="tool call's arguments"):
-        to_record({"messages": [*turns("a"), {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]})

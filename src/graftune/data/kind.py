@@ -28,6 +28,7 @@ class DataKind:
     # Answers to one prompt that a row has: each becomes one example, and all have the same prompt, token for token.
     # 0: the row becomes as many examples as its text makes.
     members: int = 0
+    takes: str = ""  # such data in a message's words; empty: files of other kinds are not recognised
     numbers: tuple[str, ...] = ()  # columns that every row has, each one number, for the loss to read
 
     def records(self, row: dict[str, Any]) -> list[Record]:
@@ -41,7 +42,7 @@ class DataKind:
 
     def refusal_of_all(self, row: dict[str, Any]) -> GraftuneError | None:
         """Why a whole file with such a row is refused: it is of another kind."""
-        return None
+        return columns.refusal_of_other(row, self.name, self.takes) if self.takes else None
 
     @property
     def key(self) -> list[Any]:

@@ -21,7 +21,6 @@ from graftune.data.row import Refusal, plain, quoted, type_name
 from graftune.data.shared_prompt import DIFFERENT, EQUAL
 from graftune.data.source import rows, sources
 from graftune.data.turns import ROLES, Message, parsed
-from graftune.errors import GraftuneError
 from graftune.settings.sections import DataConfig
 from graftune.settings.sources import DataValue
 
@@ -58,9 +57,6 @@ class PairKind(DataKind):
         unused = tuple(f"column not used: {plain(name)}" for name in own.values() if name not in used)
         return [replace(made[0], notes=(*made[0].notes, *unused)), made[1]]
 
-    def refusal_of_all(self, row: dict[str, Any]) -> GraftuneError | None:
-        return columns.refusal_of_other(row, self.name, "pairs of a chosen and a rejected answer")
-
 
 @dataclass(frozen=True)
 class RatedKind(DataKind):
@@ -82,12 +78,9 @@ class RatedKind(DataKind):
             raise Refusal("no label", f"{label!r} must be true or false and is {quoted(row[label])}")
         return {"label": value}
 
-    def refusal_of_all(self, row: dict[str, Any]) -> GraftuneError | None:
-        return columns.refusal_of_other(row, self.name, "answers rated good or bad by a column 'label'")
 
-
-PAIRS = PairKind("pairs", members=2)
-RATED = RatedKind("rated answers", members=1, numbers=("label",))
+PAIRS = PairKind("pairs", members=2, takes="pairs of a chosen and a rejected answer")
+RATED = RatedKind("rated answers", members=1, takes="answers rated good or bad by a column 'label'", numbers=("label",))
 
 
 def kind_of_data(value: DataValue, config: DataConfig) -> DataKind:
