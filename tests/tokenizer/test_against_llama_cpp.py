@@ -119,8 +119,7 @@ def test_merges_of_text_with_visible_blanks(name: str, tmp_path: Path) -> None:
     # A typed U+2581 beside a blank: llama.cpp joins the two into a text that is no token, and falls back to bytes.
     _agree(ours, judge, [text for text in texts if "\u2581" not in text], special=True)
     assert ours.encode("Hi", add_special=True) == judge.encode("Hi", add_special=True)
-    if not RAW_RULES[name].blank_before_lines:
-        assert ours.decode(ours.encode("the dog\n\n and  한 \u05d0")) == "the dog\n\n and  한 \u05d0"
+    assert ours.decode(ours.encode("the dog\n\n and  한 \u05d0")) == "the dog\n\n and  한 \u05d0"
 
 
 def test_tokens_whose_kind_llama_cpp_corrects(smollm_metadata: dict[str, Any], tmp_path: Path) -> None:
@@ -136,14 +135,6 @@ def test_tokens_whose_kind_llama_cpp_corrects(smollm_metadata: dict[str, Any], t
             judge = LlamaCpp(write_model(tmp_path / "model.gguf", full))
             for special in (True, False):
                 _agree(from_gguf(full), judge, [f"a {name} b" for name in (*names, "<plain>")], special=special)
-
-
-def test_a_mask_token_that_swallows_the_blank_before_it(smollm_metadata: dict[str, Any], tmp_path: Path) -> None:
-    metadata = boundaries(smollm_metadata) | {"tokenizer.ggml.pre": "jina-v2-de"}
-    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "<mask>"]
-    metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], 3]
-    judge = LlamaCpp(write_model(tmp_path / "model.gguf", metadata))
-    _agree(from_gguf(metadata), judge, ["a <mask> b", "a  <mask><mask>  b", " <mask>", "x<mask>"], special=True)
 
 
 @pytest.mark.parametrize("prefix", [True, False])

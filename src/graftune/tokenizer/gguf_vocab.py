@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from graftune.errors import GraftuneError
 from graftune.tokenizer import examine, pretokenize, token_kinds
@@ -96,16 +96,9 @@ def _byte_level(keys: Keys, tokens: list[str], rule: PreRule) -> tokenizers.Toke
 def _visible_blanks(keys: Keys, tokens: list[str], rule: PreRule) -> tokenizers.Tokenizer:
     vocabulary = _ids(tokens)
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, keys.merges(vocabulary, raw=True), byte_fallback=True))
-    steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", _SPACE)]
-    if rule.blank_before_lines:
-        steps += [
-            normalizers.Prepend(_SPACE),
-            normalizers.Replace(Regex(rf"\A{_SPACE}(?=[{_SPACE}\n])"), ""),
-            normalizers.Replace(Regex(rf"\n(?=[^{_SPACE}\n])"), f"\n{_SPACE}"),
-        ]
-    backend.normalizer = normalizers.Sequence(steps)
+    backend.normalizer = normalizers.Sequence([normalizers.Replace(" ", _SPACE)])
     backend.pre_tokenizer = pre_tokenizers.Sequence(pretokenize.splits(rule))
-    backend.decoder = _text_decoder(prefix=rule.blank_before_lines)
+    backend.decoder = _text_decoder(prefix=False)
     return backend
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import overload
+from typing import Any
 
 import tokenizers
 
@@ -33,11 +33,7 @@ class Offsets(Sequence[Pair]):
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, place: int) -> Pair: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Pair]: ...
-    def __getitem__(self, place: int | slice) -> Pair | list[Pair]:
+    def __getitem__(self, place: Any) -> Any:
         return self.whole()[place]
 
     def __iter__(self) -> Iterator[Pair]:

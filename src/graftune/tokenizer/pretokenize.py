@@ -2,7 +2,8 @@ r"""Pre-tokenizer rules of BPE vocabularies, by the name a GGUF file gives them.
 
 Purpose: `tokenizer.ggml.pre` is only a name; the expressions behind it live in llama.cpp. Method: each name maps to a
 chain of expressions, built here from a few named parts, and to the flags the name implies. Every expression
-splits the pieces the one before it left, keeping matches and gaps alike. Where llama.cpp departs from the model's
+splits the pieces the one before it left, keeping matches and gaps alike. Names of encoders' vocabularies (jina-v2-de,
+roberta-bpe, mmbert ...) are left out: an encoder cannot be a base. Where llama.cpp departs from the model's
 own tokenizer.json (its case classes know ASCII only, it never normalises to NFC), we follow llama.cpp: a GGUF base is
 served there, and training must see the ids that serving will. Rejected: guessing a rule for an unknown name, which
 would silently train on slightly wrong ids.
@@ -123,22 +124,19 @@ class PreRule:
     """What one name implies.
 
     `ignore_merges`: a piece that is a token as it stands is not merged anew. `add_bos`: true unless the file says
-    otherwise. `always_bos`: even if the file says otherwise. `blank_before_lines`: a line that begins with none
-    gets one.
+    otherwise. `always_bos`: even if the file says otherwise.
     """
 
     chain: tuple[str, ...]
     ignore_merges: bool = False
     add_bos: bool = False
     always_bos: bool = False
-    blank_before_lines: bool = False
 
 
 _RULES: tuple[tuple[str, PreRule], ...] = (
     ("default", PreRule((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))),
     (
-        "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum modern-bert exaone4 mpt olmo jais"
-        " trillion granite-docling jina-v1-en jina-v2-code roberta-bpe",
+        "gpt-2 phi-2 gigachat a.x-4.0 mellum exaone4 mpt olmo jais trillion granite-docling",
         PreRule((_GPT2,)),
     ),
     ("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", PreRule((r"\p{N}", _GPT2))),
@@ -187,7 +185,6 @@ RULES: dict[str, PreRule] = {name: rule for names, rule in _RULES for name in na
 RAW_RULES: dict[str, PreRule] = {
     **dict.fromkeys(("gemma4", "granite-embed-multi-311m"), PreRule((r"\n+",), always_bos=True)),
     "sarvam-moe": PreRule((r"\n+",)),
-    "mmbert": PreRule((r"\n+",), blank_before_lines=True),
 }
 
 

@@ -72,14 +72,13 @@ def kinds(keys: Keys, tokens: Sequence[str]) -> list[int]:
 
 def mark(backend: tokenizers.Tokenizer, keys: Keys, tokens: Sequence[str], kinds: Sequence[int]) -> None:
     """Control and unknown tokens are special (parsed only on request); user-defined ones are always whole."""
-    left, right = _stripping(keys)
+    kept = _blanks_after(keys)
     added = [
         tokenizers.AddedToken(
             text,
             special=kind in _SPECIAL,
             normalized=False,
-            lstrip=text == left,
-            rstrip=right is not None and text not in right,
+            rstrip=kept is not None and text not in kept,
         )
         for text, kind in zip(tokens, kinds, strict=True)
         if kind in (*_SPECIAL, TokenType.USER_DEFINED)
@@ -88,16 +87,11 @@ def mark(backend: tokenizers.Tokenizer, keys: Keys, tokens: Sequence[str], kinds
     backend.add_special_tokens([token for token in added if token.special])
 
 
-def _stripping(keys: Keys) -> tuple[str | None, frozenset[str] | None]:
-    """The token that swallows the blanks before it, and those that do not swallow the blanks after them.
+def _blanks_after(keys: Keys) -> frozenset[str] | None:
+    """The special tokens that do not swallow the blanks after them; None: all of them.
 
     GGUF has no field for it: llama.cpp goes by names, and so must we. (It takes ASCII blanks only; `tokenizers` takes
-    all.) Phi-3's special tokens swallow the blanks after them, all but three; some encoders' mask those before it.
+    all.) Phi-3's special tokens swallow the blanks after them, all but three.
     """
     name = str(keys.metadata.get("general.name", "")).lower()
-    pre = keys.read("pre", str, "")
-    if any(jina in pre for jina in ("jina-v2-de", "jina-v2-es", "jina-v2-code")):
-        return "<mask>", None
-    if "phi-3" in name or "phi3" in name:
-        return None, frozenset({"<unk>", "<s>", "<|endoftext|>"})
-    return "[MASK]" if "modern-bert" in name else None, None
+    return frozenset({"<unk>", "<s>", "<|endoftext|>"}) if "phi-3" in name or "phi3" in name else None
