@@ -8,7 +8,7 @@ import pytest
 
 from graftune.batch import Example
 from graftune.data.dataset import prepare, split
-from graftune.data.encoded import Examples, groups_of, numbers_of, take, token_numbers_of
+from graftune.data.encoded import Examples, groups_of, numbers_of, take
 from graftune.data.fit import TOO_LONG
 from graftune.data.kind import ANSWERS, DataKind
 from graftune.data.writer import NewExample, StoreWriter
@@ -73,9 +73,9 @@ def test_data_of_another_kind_is_not_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_groups_and_numbers_are_stored(times: int) -> None:
-    """A group is repeated as a whole; numbers per example and per token come back, and tell examples apart."""
+    """A group is repeated as a whole; numbers and weights come back, and tell examples apart."""
     examples = [
-        Example([1, 2, 3], [False, True, True], 1, group=4, numbers={"label": 1.0, "log_probs": [0.0, -1.5, -2.0]}),
+        Example([1, 2, 3], [False, True, True], 1, group=4, numbers={"label": 1.0}),
         Example([1, 4], [False, True], 1, group=4, numbers={"label": 0.0}),
         Example([5, 6], [False, True], 2, weights=[1.0, 2.0], group=9),
         Example([5, 6], [False, True], 2, weights=[1.0, 2.0], group=9, numbers={"label": 1.0}),
@@ -94,7 +94,6 @@ def test_groups_and_numbers_are_stored(times: int) -> None:
     plain = [examples[1], examples[0], examples[4]]
     for part in (some, plain):
         assert numbers_of(part, "label", 0.5).tolist() == [0.0, 1.0, 0.5]
-        assert token_numbers_of(part, "log_probs", 9.0).tolist() == [9, 9, 0, -1.5, -2, 9, 9]
 
 
 def test_a_rated_answer_is_one_example_with_a_number(tmp_path: Path) -> None:

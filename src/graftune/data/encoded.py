@@ -3,10 +3,10 @@
 A million conversations are gigabytes as Python lists, and a few hundred megabytes as bytes that the operating system
 keeps or drops as it likes. The file is a list of plain arrays:
 
-    magic | contents: tokens, texts, numbers per token, lines about rows left out | columns | header | trailer
+    magic | contents: tokens, texts, weights of tokens, lines about rows left out | columns | header | trailer
 
 The columns have one value per example (`COLUMNS`); those called an end say where the example's part of a content ends,
-and it begins where the one before it ends. Numbers per token stand at the places of the tokens. The header is JSON:
+and it begins where the one before it ends. Weights stand at the places of the tokens. The header is JSON:
 where the arrays are, what the file was made from, what became of the data. The trailer, written last, has a digest of
 columns and header, so a file that was cut short or overwritten is refused. writer.py writes the file. Rejected: a file
 per array, which takes a folder that is never whole in one rename; a database, which cannot be mapped as arrays.
@@ -42,9 +42,8 @@ COLUMNS = {
     "tokens_end": "<i8", "texts_end": "<i8", "responses": "<u4", "row": "<i8", "weight_sum": "<f8", "shortened": "<u1",
     "digest": "V16", "order": "<i8", "group": "<i8",
 }  # fmt: skip
-# Only some data has these, each with a name: a number per token (float32), and one per example (NaN: it has none).
-PER_TOKEN, NUMBER = "per token: ", "number: "
-WEIGHTS = "weights"  # the numbers per token that every loss knows
+# Only some data has these: a weight per token (float32), and numbers per example, each with a name (NaN: it has none).
+WEIGHTS, NUMBER = "weights", "number: "
 TEXTS = ("prompt", "reference", "messages")
 DIGEST = 16  # bytes of the digest of an example's tokens and mask
 
@@ -62,7 +61,7 @@ def dtype_of(name: str, vocabulary: int) -> np.dtype[Any]:
     """The type of an array of the file by its name."""
     if name == "tokens":
         return token_type(vocabulary)
-    if name.startswith(PER_TOKEN):
+    if name == WEIGHTS:
         return np.dtype("<f4")
     return np.dtype("<f8" if name.startswith(NUMBER) else COLUMNS.get(name, "<u1"))
 
@@ -132,23 +131,17 @@ class TokenStore:
         """Tokens (int64) of an example, and whether each is trained."""
         return split_flags(self.part("tokens", "tokens_end", i), self.vocabulary)
 
-    def per_token(self, i: int, name: str = WEIGHTS) -> np.ndarray | None:
-        """An example's numbers of that name, one per token, if it has them."""
-        if PER_TOKEN + name not in self.arrays:
+    def weights(self, i: int) -> np.ndarray | None:
+        """The weight of each token of an example, if they are not all 1."""
+        if WEIGHTS not in self.arrays:
             return None
-        found = self.part(PER_TOKEN + name, "tokens_end", i)
+        found = self.part(WEIGHTS, "tokens_end", i)
         return found if len(found) and not np.isnan(found[0]) else None
 
-    def numbers(self, i: int) -> dict[str, float | list[float]]:
-        """All that the data says of an example beside weights, as `Example.numbers`."""
-        found: dict[str, float | list[float]] = {}
-        for array in self.arrays:
-            if array.startswith(NUMBER) and not np.isnan(self.arrays[array][i]):
-                found[array.removeprefix(NUMBER)] = float(self.arrays[array][i])
-            name = array.removeprefix(PER_TOKEN)
-            if array != name != WEIGHTS and (values := self.per_token(i, name)) is not None:
-                found[name] = values.tolist()
-        return found
+    def numbers(self, i: int) -> dict[str, float]:
+        """What else the data says of an example, as `Example.numbers`."""
+        found = {name.removeprefix(NUMBER): float(self.arrays[name][i]) for name in self.arrays if NUMBER in name}
+        return {name: value for name, value in found.items() if not math.isnan(value)}
 
     def text(self, i: int, name: str) -> str:
         """`prompt`, `reference` or `messages` (as JSON, empty where there are none)."""
@@ -194,7 +187,7 @@ class Examples(Sequence[Example]):
         store, occurrence = self.store, int(self.chosen[place])
         i = int(store.arrays["order"][occurrence])
         tokens, supervised = store.encoded(i)
-        weights = store.per_token(i)
+        weights = store.weights(i)
         return Example(
             tokens.tolist(),
             supervised.tolist(),
@@ -274,25 +267,21 @@ def flat(examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray]:
 
 def has_weights(examples: Sequence[Example]) -> bool:
     if isinstance(examples, Examples):
-        weights = examples.store.arrays.get(PER_TOKEN + WEIGHTS)
+        weights = examples.store.arrays.get(WEIGHTS)
         return weights is not None and not np.isnan(weights[examples.store.starts[examples.stored]]).all()
     return any(example.weights is not None for example in examples)
 
 
 def weights_of(examples: Sequence[Example]) -> np.ndarray:
     """The weight of every token (float32), one example after the other."""
-    return token_numbers_of(examples, WEIGHTS, 1.0)
-
-
-def token_numbers_of(examples: Sequence[Example], name: str, missing: float) -> np.ndarray:
-    """The numbers of that name, one per token (float32), one example after the other. `missing`: the value for tokens
-    of examples without such numbers."""
+    found: list[Sequence[float] | np.ndarray | None]
     if isinstance(examples, Examples):
-        counts = examples.column("count").tolist()
-        found = [(examples.store.per_token(i, name), n) for i, n in zip(examples.stored.tolist(), counts, strict=True)]
+        found = [examples.store.weights(i) for i in examples.stored.tolist()]
     else:
-        found = [(_listed(e, name), len(e.tokens)) for e in examples]
-    return np.concatenate([np.full(count, missing, np.float32) if own is None else own for own, count in found])
+        found = [example.weights for example in examples]
+    counts = lengths_of(examples).tolist()
+    ones = (np.ones(count) if own is None else own for own, count in zip(found, counts, strict=True))
+    return np.concatenate([np.asarray(own, np.float32) for own in ones])
 
 
 def numbers_of(examples: Sequence[Example], name: str, missing: float) -> np.ndarray:
@@ -301,7 +290,7 @@ def numbers_of(examples: Sequence[Example], name: str, missing: float) -> np.nda
         column = NUMBER + name
         found = examples.column(column) if column in examples.store.arrays else np.full(len(examples), np.nan)
     else:
-        found = np.array([_single(e, name) for e in examples], dtype=np.float64)
+        found = np.array([e.numbers.get(name, math.nan) for e in examples], dtype=np.float64)
     return np.where(np.isnan(found), missing, found)
 
 
@@ -343,19 +332,6 @@ def side_of(examples: Sequence[Example], index: int) -> str:
     if kind_of(examples) != "pairs":
         return ""
     return "rejected" if index and examples[index - 1].group == examples[index].group else "chosen"
-
-
-def _listed(example: Example, name: str) -> np.ndarray | None:
-    values = example.weights if name == WEIGHTS else example.numbers.get(name)
-    assert values is None or isinstance(values, list), f"{name} is one number, where one per token is asked for"
-    assert values is None or len(values) == len(example.tokens), f"{name}: a number per token"
-    return None if values is None else np.asarray(values, dtype="<f4")
-
-
-def _single(example: Example, name: str) -> float:
-    value = example.numbers.get(name, math.nan)
-    assert not isinstance(value, list), f"{name} is a number per token, where one per example is asked for"
-    return value
 
 
 def short(digests: np.ndarray) -> np.ndarray:

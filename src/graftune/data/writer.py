@@ -25,7 +25,6 @@ from graftune.data.encoded import (
     DIGEST,
     MAGIC,
     NUMBER,
-    PER_TOKEN,
     PLACES,
     TRAILER,
     WEIGHTS,
@@ -105,17 +104,18 @@ class StoreWriter:
         example, columns, i = entry.example, self.columns, len(self.columns["row"])
         weight_sum = float(responses)
         if example.weights is not None:
-            weights = self._add_per_token(example, WEIGHTS, example.weights)
+            assert len(example.weights) == len(example.tokens), "a weight per token"
+            weights = np.asarray(example.weights, dtype="<f4")
+            self._fill_weights()
+            self._append(WEIGHTS, weights.tobytes())
             digest.update(weights.tobytes())
             on = np.asarray(example.supervised[1:], dtype=np.bool_)
             weight_sum = float(weights[1:].sum(where=on, dtype=np.float64))
         if example.numbers:
             digest.update(_as_json(dict(sorted(example.numbers.items()))))
         for name, value in example.numbers.items():
-            if isinstance(value, list):
-                self._add_per_token(example, name, value)
-            else:
-                self.numbers.setdefault(name, {})[i] = float(value)
+            assert not isinstance(value, list), f"{name}: numbers per token are not stored"
+            self.numbers.setdefault(name, {})[i] = float(value)
         messages = _as_json(entry.messages) if entry.messages else b""
         for text in (entry.prompt.encode(), entry.reference.encode(), messages):
             columns["texts_end"].append(self._append("texts", text))
@@ -125,18 +125,11 @@ class StoreWriter:
         columns["shortened"].append(example.shortened)
         self.digests += digest.digest()
 
-    def _add_per_token(self, example: Example, name: str, values: list[float]) -> np.ndarray:
-        assert len(values) == len(example.tokens), f"{name}: a number per token"
-        made = np.asarray(values, dtype="<f4")
-        self._fill(PER_TOKEN + name)
-        self._append(PER_TOKEN + name, made.tobytes())
-        return made
-
-    def _fill(self, content: str) -> None:
-        """Write NaN for the tokens of examples without such numbers."""
+    def _fill_weights(self) -> None:
+        """Write NaN for the tokens of examples without weights."""
         tokens = self.columns["tokens_end"][-1] if self.columns["tokens_end"] else 0
-        while gap := tokens - self.sizes.get(content, 0) // 4:
-            self._append(content, np.full(min(gap, 1 << 20), np.nan, "<f4").tobytes())
+        while gap := tokens - self.sizes.get(WEIGHTS, 0) // 4:
+            self._append(WEIGHTS, np.full(min(gap, 1 << 20), np.nan, "<f4").tobytes())
 
     def _add_occurrences(self, entries: Sequence[NewExample], first: int) -> None:
         """Examples of a group are repeated together, each time as a group of its own."""
@@ -161,9 +154,9 @@ class StoreWriter:
         """Write the file. `facts` go into the header as they are."""
         arrays: dict[str, tuple[int, int]] = {}
         at = file.write(MAGIC)
+        if WEIGHTS in self.contents:
+            self._fill_weights()
         for name, content in self.contents.items():
-            if name.startswith(PER_TOKEN):
-                self._fill(name)
             arrays[name] = (at, self.sizes[name] // dtype_of(name, self.vocabulary).itemsize)
             content.seek(0)
             shutil.copyfileobj(content, file, 1 << 20)
