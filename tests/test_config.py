@@ -19,6 +19,7 @@ from graftune.settings.config import Config, flatten, leaves
 from graftune.settings.sections import Resume
 from graftune.settings.targets import PROJECTIONS, expand_targets
 from graftune.settings.values import Leaf, number_or_auto
+from tests.support.characters import CHARACTERS
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -230,14 +231,18 @@ def _values(leaf: Leaf) -> st.SearchStrategy[Any]:
     if typing.get_origin(leaf.type) is Literal:
         return st.sampled_from(typing.get_args(leaf.type))
     if typing.get_origin(leaf.type) is tuple:
-        return st.lists(st.text(min_size=1)).map(tuple)
+        return st.lists(st.text(CHARACTERS, min_size=1)).map(tuple)
     if leaf.type == dict[str, str]:
-        return st.dictionaries(st.text(min_size=1), st.text(min_size=1))
+        return st.dictionaries(st.text(CHARACTERS, min_size=1), st.text(CHARACTERS, min_size=1))
     if typing.get_origin(leaf.type) is dict:
         scalars = (
-            st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+            st.none()
+            | st.booleans()
+            | st.integers()
+            | st.floats(allow_nan=False, allow_infinity=False)
+            | st.text(CHARACTERS)
         )
-        return st.dictionaries(st.text(min_size=1), scalars | st.lists(scalars))
+        return st.dictionaries(st.text(CHARACTERS, min_size=1), scalars | st.lists(scalars))
     if leaf.name == "date":
         return st.dates().map(str)
     if leaf.name == "max_seq_len":
@@ -256,7 +261,7 @@ def _values(leaf: Leaf) -> st.SearchStrategy[Any]:
             allow_infinity=False,
             exclude_min=above is not None,
         )
-    return st.text()
+    return st.text(CHARACTERS)
 
 
 @given(st.fixed_dictionaries({}, optional={leaf.name: _values(leaf) for leaf in leaves()}))
@@ -269,8 +274,10 @@ def test_every_legal_config_survives_saving(tmp_path_factory: pytest.TempPathFac
     assert Config.of(config.flat()) == Config.of(config.nested()) == config
 
 
-_scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
-_trees = st.recursive(_scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner))
+_scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(CHARACTERS)
+_trees = st.recursive(
+    _scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(CHARACTERS) | st.integers(), inner)
+)
 
 
 @settings(max_examples=20, deadline=None)

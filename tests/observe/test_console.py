@@ -240,7 +240,7 @@ def bar_of(total: int, pace: float) -> tuple[BarProgress, list[tuple[float, str]
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("total", "pace", "least", "most"),
-    [(24, 10.0, 7, 9), (3000, 1.0, 18, 22), (86_400, 1.0, 140, 150), (20, 0.1, 1, 1)],
+    [(24, 10.0, 7, 9), (3000, 1.0, 18, 22), (8640, 10.0, 140, 150), (20, 0.1, 1, 1)],
 )
 def test_a_terminal_keeps_lines_with_the_loss(total: int, pace: float, least: int, most: int) -> None:
     _, shown = bar_of(total, pace)

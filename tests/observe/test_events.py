@@ -28,6 +28,7 @@ from graftune.observe.events import (
     to_json,
     worked_seconds,
 )
+from tests.support.characters import CHARACTERS
 
 
 def test_lines_are_whole_json_with_event_and_time(tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_without_resume_events_the_latest_of_each_step_counts() -> None:
     assert [(e["step"], e["loss"]) for e in steps(events)] == [(1, 0.0), (2, 3.0), (3, 4.0)]
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists))
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(CHARACTERS), st.lists))
 def test_to_json_is_always_strict(value: object) -> None:
     text = to_json({"value": value})
     assert text.isascii() and "\n" not in text

@@ -75,8 +75,14 @@ class Config:
             raise GraftuneError(what, where=str(folder), fix="give a folder made by train")
         return Config.load(path)
 
-    def replace(self, **leaves: Any) -> Config:
-        return Config.of(self.flat(), leaves)
+    def replace(self, **changes: Any) -> Config:
+        """These settings are checked; all others were checked before."""
+        values, given = flatten(changes, "config"), dict[str, dict[str, Any]]()
+        for leaf in leaves():
+            if leaf.name in values:
+                given.setdefault(leaf.section, {})[leaf.name] = _checked(leaf, values[leaf.name], "config")
+        changed = {name: dataclasses.replace(getattr(self, name), **section) for name, section in given.items()}
+        return dataclasses.replace(self, **changed)
 
     def flat(self) -> dict[str, Any]:
         return {name: value for section in self.nested().values() for name, value in section.items()}
