@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graftune.kernels import swiglu
+from graftune.kernels import fp8, swiglu
 from graftune.kernels.swiglu import reference
+from graftune.model.projection import augmented_buffer
 from tests.kernels.harness import DTYPES, NAN, ROUNDED, buffer, close, filled, untouched
 from tests.support.pairwise import pairwise
 
@@ -83,3 +84,32 @@ def test_rows_with_weights(kind, width, device, kernels_on):
     got = swiglu.backward(grad, gate_up, gate_up, grad, kind, weights)
     for ours, theirs in ((got, want), (gate_up, out), (grad, act)):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def wide(x: torch.Tensor, padding: int) -> torch.Tensor:
+    """x in a buffer with padding, which is full of NaN."""
+    buffer = augmented_buffer(x, len(x), x.shape[1], padding).fill_(float("nan"))
+    return buffer[:, : x.shape[1]].copy_(x)
+
+
+@pairwise(("tokens, width", [(1, 1), (9, 30), (2, 2049)]), ("padding", [0, 5]), ("kind", swiglu.KINDS))
+def test_in_place(kernels_on, device, tokens, width, padding, kind):
+    gate_up, grad = inputs(tokens, width, torch.bfloat16, device, kind)
+    out, act, forward = torch.empty_like(gate_up), torch.empty_like(grad), torch.empty_like(grad)
+    swiglu.backward(grad, gate_up, out, act, kind)
+    place, coming = wide(gate_up, padding), wide(grad, padding)
+    swiglu.forward(place, forward, kind)
+    swiglu.backward(coming, place, place, coming, kind)
+    assert torch.equal(place, out) and torch.equal(coming, act) and torch.equal(forward, act)
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(1, 16), (5, 48), (3, 4112)])
+def test_in_place_beside_codes(kernels_on, device, tokens, width):
+    gate_up, grad = inputs(tokens, width, torch.bfloat16, device, "silu")
+    factor, reach = torch.rand(2 * width, device=device) + 0.5, torch.tensor(0.3, device=device)
+    out, act = torch.empty_like(gate_up), torch.empty_like(grad)
+    codes, codes_ = (fp8.buffer(tokens, 2 * width, torch.device(device), zero=True) for _ in range(2))
+    scale = fp8.act_backward(grad, gate_up, out, act, codes, factor, reach=reach)
+    scale_ = fp8.act_backward(grad, gate_up, gate_up, grad, codes_, factor, reach=reach)
+    assert torch.equal(gate_up, out) and torch.equal(grad, act) and torch.equal(scale, scale_)
+    assert torch.equal(codes.view(torch.uint8), codes_.view(torch.uint8)) and codes.float().abs().max() > 0

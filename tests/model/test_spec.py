@@ -1,16 +1,21 @@
-"""Configurations as older checkpoints write them say the same as those of today's transformers."""
+"""Configurations as older checkpoints and the GPU's tests write them say the same as those of today's transformers, and
+what no family computes is refused."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 
 from graftune.errors import GraftuneError
 from graftune.model.families import from_config, from_gguf
 from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.spec import ModelSpec
-from tests.support import tiny
+from graftune.settings.sections import LoraConfig
+from graftune.weights.base import open_base
+from tests.gpu.test_step import examples
+from tests.support import families, quantised, tiny
 
 # What the checkpoints on the Hub have in place of rope_parameters and layer_types.
 OLD: dict[str, dict[str, Any]] = {
@@ -156,3 +161,42 @@ def test_what_a_gemma_configuration_leaves_out():
     left = {k: v for k, v in plain.items() if not k.endswith("softcapping") and k != "query_pre_attn_scalar"}
     assert from_config(left, "x") == said and mixers(said)[0].score_cap == 50.0 and said.head.logit_cap == 30.0
     assert mixers(from_config(plain | {"attn_logit_softcapping": None}, "x"))[0].score_cap == 0.0
+
+
+@pytest.mark.parametrize("variant", tiny.VARIANTS)
+def test_a_spec_by_hand_is_the_configurations(variant, tiny_folder):
+    assert open_base(str(tiny_folder(variant))).spec == from_config(tiny.config(variant), variant)
+
+
+@pytest.mark.parametrize("variant", families.DIFFERENT)
+def test_its_model_has_a_gradient_in_every_adapter(variant):
+    ours = quantised.placed(families.base_of(families.spec(variant)), LoraConfig(rank=4, alpha=8.0), "fp32")
+    loss, grads = ours.gradients(examples(1, 20, 33, 5))
+    assert 0 < loss < 1000 and all(bool(grad.any()) and bool(grad.isfinite().all()) for grad in grads.values())
+    again = quantised.placed(families.base_of(families.spec(variant)), LoraConfig(rank=4, alpha=8.0), "fp32")
+    assert torch.equal(again.decoder.embedding.rows(torch.arange(9)), ours.decoder.embedding.rows(torch.arange(9)))
+
+
+def test_a_pattern_of_letters_is_a_number_of_layers():
+    config = tiny.config("exaone4-window")
+    assert from_config(config | {"sliding_window_pattern": "LLLG"}, "") == from_config(config, "")
+    other = from_config(config | {"sliding_window_pattern": "LG"}, "")
+    assert [layer.mixer.attention.window for layer in other.layers] == [6, 0, 6, 0, 6]
+
+
+@pytest.mark.parametrize(
+    ("variant", "values", "what"),
+    [
+        ("granitemoehybrid", {"layer_types": ["attention", "mamba", "attention"]}, "has Mamba-2 layers"),
+        ("granitemoehybrid", {"num_local_experts": 8}, "has experts beside the shared MLP"),
+        ("ernie4_5", {"use_bias": True}, "use_bias is set"),
+    ],
+)
+def test_variants_that_are_not_computed_are_refused(variant, values, what):
+    with pytest.raises(GraftuneError, match=what):
+        from_config(tiny.config(variant) | values, variant)
+
+
+def test_first_gemmas_gelu_is_the_tanh_form():
+    config = tiny.config("gemma")
+    assert from_config(config | {"hidden_act": "gelu"}, "") == from_config(config, "")
