@@ -22,6 +22,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 from tests.support import tiny
 from tests.support.thorough import THOROUGH, thinned
@@ -35,6 +36,8 @@ atexit.register(shutil.rmtree, os.environ["GRAFTUNE_CACHE"], ignore_errors=True)
 # Of a test that asks for no number of its own. GRAFTUNE_EXAMPLES=1000 looks further.
 settings.register_profile("graftune", max_examples=int(os.environ.get("GRAFTUNE_EXAMPLES", "15")), deadline=None)
 settings.load_profile("graftune")
+if not THOROUGH:  # in a fresh clone each worker would parse every module, for constants that examples may be made of
+    providers._get_local_constants = lambda: providers._local_constants  # type: ignore
 # bitsandbytes, which PEFT imports, compiles functions when it is imported, transformers keeps some from being compiled,
 # and torch's compiler takes three seconds to import for that: in every worker. Nothing here compiles with torch, and
 # those functions compute the same without it.
