@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from graftune.data import hub
-from graftune.data.row import SourceFile
+from graftune.data.row import Note, SourceFile
 from graftune.data.splits import is_data, listed, of_split, of_subset
 from graftune.data.streams import FORMATS, format_of
 from graftune.errors import GraftuneError
 from graftune.io.files import open_plain
 from graftune.settings.sources import GLOB, Source
 
-Note = Callable[[str], None]
 _KNOWN = ", ".join(FORMATS) + " (text formats also as .gz, .zst, .bz2 or .xz)"
 
 

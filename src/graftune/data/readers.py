@@ -14,17 +14,15 @@ import csv
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from graftune.data.columns import KNOWN, normal
-from graftune.data.row import Refusal, SourceFile, plain, quoted, type_name
+from graftune.data.row import Note, Numbered, Refusal, SourceFile, plain, quoted, type_name
 from graftune.data.streams import MAX_UNPACKED, TextFile, binary_of, format_of, look, text_of, too_large
 from graftune.errors import GraftuneError
 from graftune.io.files import check_plain
 
-Note = Callable[[str], None]
-Numbered = Iterator[tuple[int, dict[str, Any] | Refusal]]
 LONGEST, LONGEST_HEADER = 256 << 20, 1 << 18  # bytes or characters of one row, and of the names of columns
 LARGEST_JSON = 4 << 30  # characters of a file that is one JSON value
 BATCH = 128  # rows of a Parquet file: a long value that stands once in the file may be in each of them

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,10 @@ class Refusal(Exception):
         self.reason = reason
         self.text = f"{reason}: {detail}" if detail else reason
         super().__init__(self.text)
+
+
+Note = Callable[[str], None]  # takes a sentence for the user about what was not read as it stands
+Numbered = Iterator[tuple[int, dict[str, Any] | Refusal]]  # the rows of a file
 
 
 class Row(NamedTuple):

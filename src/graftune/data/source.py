@@ -19,7 +19,7 @@ import numpy as np
 from graftune.data.columns import ANSWERS, ASKS, CHATS, KNOWN, SYSTEMS, TARGETS, WEIGHT, normal, refusal_of_all
 from graftune.data.find import check_file, files_of
 from graftune.data.readers import read
-from graftune.data.row import Lines, Refusal, Row, SourceFile, quoted, type_name
+from graftune.data.row import Lines, Note, Numbered, Refusal, Row, SourceFile, quoted, type_name
 from graftune.data.streams import MAX_UNPACKED
 from graftune.errors import GraftuneError
 from graftune.settings.sources import DataValue, entries
@@ -30,7 +30,6 @@ __all__ = [
 
 LOOKED_AT = 100  # rows of a file, before the first is handed out
 STRATUM = 10  # a fraction of the rows is taken from every ten of them
-Note = Callable[[str], None]
 _TOGETHER = (frozenset((*ASKS, *ANSWERS, "input", "context", "history")), frozenset(CHATS), frozenset({"text"}))
 _BESIDE = frozenset((*SYSTEMS, WEIGHT, "tools"))
 
@@ -91,9 +90,6 @@ def _counts(weight: float) -> Iterator[int]:
         order = np.random.default_rng([0x301D, stratum]).permutation(STRATUM)
         quota = int((stratum + 1) * STRATUM * share + 0.5) - int(stratum * STRATUM * share + 0.5)
         yield from (whole + int(place < quota) for place in order)
-
-
-Numbered = Iterator[tuple[int, dict[str, Any] | Refusal]]
 
 
 def _renamed(

@@ -35,6 +35,7 @@ from graftune.data.encoded import (
 )
 
 _CODES = {"<i8": "q", "<u4": "I", "<f8": "d", "<u1": "B"}
+IN_MEMORY = 1 << 20  # bytes of a content before it gets a file
 _JSON = json.JSONEncoder(separators=(",", ":"))
 
 
@@ -52,8 +53,8 @@ class StoreWriter:
     """Takes examples in chunks; `close` writes the file."""
 
     def __init__(self, vocabulary: int, folder: Path | None = None):
-        """`folder`: where temporary files grow. None: everything stays in memory."""
-        self.vocabulary, self.folder = vocabulary, folder
+        """`folder`: where temporary files grow; None: where the system has them."""
+        self.vocabulary, self.folder = vocabulary, None if folder is None else str(folder)
         self.contents: dict[str, IO[bytes]] = {}
         self.sizes: dict[str, int] = {}  # bytes of each content
         self.columns: dict[str, array[Any]] = {
@@ -69,9 +70,7 @@ class StoreWriter:
     def _append(self, name: str, content: bytes) -> int:
         """Add to a content; returns where it ends, in bytes."""
         if name not in self.contents:
-            largest = 0 if self.folder is None else 1 << 20  # bytes that stay in memory; 0: all
-            folder = None if self.folder is None else str(self.folder)
-            self.contents[name] = tempfile.SpooledTemporaryFile(largest, dir=folder)  # noqa: SIM115
+            self.contents[name] = tempfile.SpooledTemporaryFile(IN_MEMORY, dir=self.folder)  # noqa: SIM115
         self.contents[name].write(content)
         self.sizes[name] = self.sizes.get(name, 0) + len(content)
         return self.sizes[name]
