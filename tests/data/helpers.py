@@ -96,7 +96,10 @@ def prepared(tmp_path: Path, record: dict[str, Any], chat: Tokenizer, **config: 
 
 def built(row: dict[str, Any], chat: Tokenizer, **config: Any) -> list[Built]:
     """The examples of one row with how they were made; raises Refusal."""
-    encoder = RowEncoder(chat, DataConfig(**config), "data")
+    return built_by(RowEncoder(chat, DataConfig(**config), "data"), row)
+
+
+def built_by(encoder: RowEncoder, row: dict[str, Any]) -> list[Built]:
     pending = encoder._rendered(Row(1, row))
     if pending.refusal is not None:
         raise pending.refusal

@@ -21,13 +21,13 @@ import tokenizers
 from graftune.batch import Example
 from graftune.data.chat import HEADER_TRAINED, NO_REASONING
 from graftune.data.missing import NOT_RENDERED
+from graftune.data.row import Refusal
 from graftune.data.row_encoder import RowEncoder
-from graftune.data.source import Row
 from graftune.data.tags import TAG
 from graftune.settings.sections import DataConfig
 from graftune.tokenizer import ChatTemplate, Tokenizer
 from tests.data.generated import BEFORE, EXTRA_CONTROL, TAGS, Message, Spec
-from tests.data.helpers import tokenizer
+from tests.data.helpers import built_by, tokenizer
 
 REASONING = ("reasoning_content", "reasoning", "thinking")  # the names under which records have it
 
@@ -90,15 +90,10 @@ class Encoded(NamedTuple):
 def encode(encoder: RowEncoder, messages: list[Message], tools: Any) -> Encoded:
     row = {"messages": messages} | ({"tools": tools} if tools else {})
     counted = dict(encoder.summary.notes)
-    pending = encoder._rendered(Row(1, row))
-    if pending.refusal is not None:
-        return Encoded([], set(), str(pending.refusal))
     try:
-        made = encoder._built(pending, encoder.tokenizer.encode_batch(pending.texts))
-    except Exception as error:
-        if type(error).__name__ != "Refusal":
-            raise
-        return Encoded([], set(), str(error))
+        made = built_by(encoder, row)
+    except Refusal as refusal:
+        return Encoded([], set(), str(refusal))
     runs = [run for one in made if one.example for run in trained(one.example, encoder.tokenizer)]
     everything = "".join(encoder.tokenizer.decode(list(one.example.tokens)) for one in made if one.example)
     notes = {note for one in made for note in one.notes}

@@ -38,7 +38,7 @@ _WORSE = {"rejected", "rejected_response", "response_rejected", "dispreferred", 
           "response_b", "response_k"}  # fmt: skip
 MEDIA = {"image": "images", "images": "images", "audio": "audio", "audios": "audio", "video": "video",
          "videos": "video"}  # fmt: skip
-_LABELS = ("label", "kto_tag")
+LABELS = ("label", "kto_tag")
 PREFERENCE, RATED = "preference data", "answers rated good or bad (KTO)"
 
 
@@ -62,6 +62,11 @@ class ColumnPlan:
 
 def normal(name: object) -> str:
     return str(name).strip().lower().replace(" ", "_").replace("-", "_")
+
+
+def filled(row: dict[str, Any]) -> dict[str, str]:
+    """The columns that hold something, by their normal names."""
+    return {normal(name): name for name, value in row.items() if value is not None}
 
 
 def plan_for(row: dict[str, Any]) -> ColumnPlan:
@@ -102,7 +107,7 @@ def _plan(names: tuple[str, ...]) -> ColumnPlan:
         tools=tools,
         history=history,
         weight=weight,
-        label=next((own[name] for name in _LABELS if name in own), ""),
+        label=next((own[name] for name in LABELS if name in own), ""),
         media=tuple(name for name in names if normal(name) in MEDIA and name not in used),
         notes=(*unused, *found.notes, *sorted(notes)),
     )
@@ -188,7 +193,7 @@ def kind_of_row(row: dict[str, Any]) -> str:
 def refusal_of_other(row: dict[str, Any], kind: str, taken: str) -> GraftuneError | None:
     """Why a whole file with such a row is refused by a loss for data of `kind`; `taken` says what that is."""
     found = kind_of_row(row)
-    if found in ("", kind) or (kind == "rated answers" and any(normal(name) in _LABELS for name in row)):
+    if found in ("", kind) or (kind == "rated answers" and any(normal(name) in LABELS for name in row)):
         return None
     what = {"pairs": PREFERENCE, "rated answers": RATED, "answers": "answers that are all right"}[found]
     fix = f"set loss: {LOSSES[found]}, or give {taken}"

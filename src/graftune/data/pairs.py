@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from graftune.data import columns
-from graftune.data.columns import ASKS, CHATS, EXTRAS, MEDIA, SYSTEMS, WEIGHT, normal
+from graftune.data.columns import ASKS, CHATS, EXTRAS, LABELS, MEDIA, SYSTEMS, WEIGHT, filled, normal
 from graftune.data.kind import ANSWERS, DataKind, number_of
 from graftune.data.record import Record, to_record
 from graftune.data.row import Refusal, plain, quoted, type_name
@@ -31,7 +31,6 @@ _SIDES = (
     ("chosen", "rejected"), ("chosen_response", "rejected_response"), ("response_chosen", "response_rejected"),
     ("preferred", "dispreferred"), ("preferred_output", "non_preferred_output"), ("response_j", "response_k"),
 )  # fmt: skip
-_LABELS = ("label", "kto_tag")
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 Answer = str | list[Any]
 
@@ -41,7 +40,7 @@ class PairKind(DataKind):
     """Two members of a group: the chosen answer, then the rejected one."""
 
     def records(self, row: dict[str, Any]) -> list[Record]:
-        own = _own(row)
+        own = filled(row)
         sides = _sides(own)
         if sides is None:
             raise Refusal("missing key", "a pair has the columns 'chosen' and 'rejected', or name them with map")
@@ -92,11 +91,6 @@ def kind_of_data(value: DataValue, config: DataConfig) -> DataKind:
     return ANSWERS
 
 
-def _own(row: dict[str, Any]) -> dict[str, str]:
-    """The columns that hold something, by their normal names."""
-    return {normal(name): name for name, value in row.items() if value is not None}
-
-
 def _sides(own: dict[str, str]) -> tuple[str, str] | None:
     """The two columns of answers, of which one may be missing."""
     found = [sides for sides in _SIDES if sides[0] in own or sides[1] in own]
@@ -104,7 +98,7 @@ def _sides(own: dict[str, str]) -> tuple[str, str] | None:
 
 
 def _label(row: dict[str, Any]) -> str:
-    found = [name for name in row if normal(name) in _LABELS]
+    found = [name for name in row if normal(name) in LABELS]
     if not found:
         raise Refusal("no label", "a rated answer has a column 'label' (or 'kto_tag'), or name it with map")
     return found[0]

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from graftune.data.columns import ASKS, CHATS, EXTRAS, SYSTEMS, normal
+from graftune.data.columns import ASKS, CHATS, EXTRAS, SYSTEMS, filled
 from graftune.data.record import to_record
 from graftune.data.row import Refusal
 from graftune.data.source import digest_of, rows, sources
@@ -64,7 +64,7 @@ def read_prompts(value: DataValue, config: DataConfig) -> PromptData:
 
 
 def prompt_of(row: dict[str, Any], key: int = 0) -> PromptRow:
-    own = {normal(name): name for name, value in row.items() if value is not None}
+    own = filled(row)
     name = next((name for name in (*CHATS, *ASKS) if name in own), "")
     if not name:
         raise Refusal("missing key", "a row has a prompt, a question or messages; or name the column with map")
