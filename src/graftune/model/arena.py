@@ -45,21 +45,18 @@ class Slot:
 class LoraGroup:
     """Adapters of projections with one input: their A's and B's stacked, as views into the arena."""
 
-    down: torch.Tensor  # [R * members, in], compute dtype
-    up: torch.Tensor  # [sum of the members' outs, R], compute dtype
+    adapters: Adapters
     grad_down: torch.Tensor  # fp32
     grad_up: torch.Tensor  # fp32
-    columns: tuple[tuple[int, int], ...]  # of the group's product, for each member
-    scale: float
     arena: Arena = field(repr=False, compare=False)
     diagonal: torch.Tensor | None = None  # the B's on the diagonal of one matrix, where that is faster
 
     def low(self, h: torch.Tensor) -> LowRank:
-        return LowRank(h, self.up, self.columns, self.scale, self.diagonal)
+        return LowRank(h, self.adapters.up, self.adapters.columns, self.adapters.scale, self.diagonal)
 
     def place_adapters(self, weight: Augmented) -> None:
         """Keep copies of A in the rows below the weight and of s B in the columns beside it, for its products."""
-        self.arena.copies += weight.place_adapters(Adapters(self.down, self.up, self.columns, self.scale))
+        self.arena.copies += weight.place_adapters(self.adapters)
 
 
 @dataclass

@@ -15,6 +15,7 @@ import torch
 from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
 from graftune.kernels import launch, lora_linear
+from graftune.kernels.augmented_weight import Adapters
 from graftune.kernels.lora_linear import Copy
 from graftune.model.arena import Arena, LoraGroup, Slot
 from graftune.model.feed_forward.expert_projection import ExpertLora
@@ -195,12 +196,9 @@ def lora_group(arena: Arena, part: PartSpec, group: str, config: LoraConfig, lay
     # On a CPU one product with zeros off the diagonal is faster than several products.
     one_product = len(members) > 1 and not launch.on_gpu(arena.device)
     return LoraGroup(
-        down=arena.compute[downs].view(-1, width),
-        up=arena.compute[ups].view(-1, rank),
+        Adapters(arena.compute[downs].view(-1, width), arena.compute[ups].view(-1, rank), columns, scaling(config)),
         grad_down=arena.grads[downs].view(-1, width),
         grad_up=arena.grads[ups].view(-1, rank),
-        columns=columns,
-        scale=scaling(config),
         arena=arena,
         diagonal=_diagonal(arena, ends[-1], columns, ups, rank) if one_product else None,
     )

@@ -112,7 +112,7 @@ class Projection:
             return None
         act = augmented_buffer(gate_up, len(gate_up), self.width_in, 0)
         swiglu.forward(gate_up, act, kind)
-        return lora_linear.down(self._dropped(act, ctx), self.lora.down)
+        return lora_linear.down(self._dropped(act, ctx), self.lora.adapters.down)
 
     def act_backward(
         self, grad_act: torch.Tensor, gate_up: torch.Tensor, ctx: PassContext, kind: str = "silu"
@@ -167,7 +167,7 @@ class Projection:
             return self.frozen.matmul(plain), None
         tail = x[:, self.width_in :] if self.adapter_columns else None
         if h is None:
-            h = lora_linear.down(self._dropped(plain, ctx), self.lora.down, tail)
+            h = lora_linear.down(self._dropped(plain, ctx), self.lora.adapters.down, tail)
         elif tail is not None:
             tail[:, : h.shape[1]].copy_(h)
             tail[:, h.shape[1] :].zero_()
@@ -213,8 +213,8 @@ class Projection:
             return self.frozen.input_grad_augmented(grad[:, : self.width_out + self.adapter_columns]), g
         grad_x = self.frozen.input_grad(grad_y)
         if ctx.dropout is None:
-            return lora_linear.add_input_grad_(grad_x, g, lora.down), g
-        return grad_x.add_(ctx.dropout.apply(g @ lora.down, self.mask_id)), g
+            return lora_linear.add_input_grad_(grad_x, g, lora.adapters.down), g
+        return grad_x.add_(ctx.dropout.apply(g @ lora.adapters.down, self.mask_id)), g
 
     def _grad_up_with_g(self, grad_y: torch.Tensor, low: LowRank, ctx: PassContext) -> torch.Tensor | None:
         """The buffer of dB if it is added in the pass over dY that computes g. None: dB is queued, to run beside
@@ -243,7 +243,7 @@ class Projection:
         if self.reads_input(g):
             whole = grad[:, : self.width_out] if isinstance(self.frozen, Trained) else None  # dA does without it
             reads = [x, *(normed or ()), *(t for t in (whole, g) if t is not None)]
-            product = whole is not None or (self.lora is not None and len(self.lora.down) > lora_linear.THIN)
+            product = whole is not None or (self.lora is not None and len(self.lora.adapters.down) > lora_linear.THIN)
             ctx.defer(lambda: self._accumulate_grad(whole, g, x, ctx, normed), *reads, product=product)
 
     def _accumulate_grad(
