@@ -116,10 +116,11 @@ def open_folder(folder: Path) -> dict[str, SafetensorsTensor]:
         raise GraftuneError(
             "holds no model.safetensors", where=str(folder), fix="give a model folder with safetensors weights"
         )
-    held = {name: tensor for file in weight_files(folder) for name, tensor in _tensors(folder / file).items()}
     if not index.exists():
-        return held
-    named = weight_map(index)
+        return _tensors(folder / SINGLE)
+    named, held = weight_map(index), dict[str, SafetensorsTensor]()
+    for file in weight_files(folder):
+        held |= {name: tensor for name, tensor in _tensors(folder / file).items() if named.get(name) == file}
     if missing := named.keys() - held.keys():
         what = f"names {min(missing)} in {named[min(missing)]}, which does not hold it"
         raise GraftuneError(what, where=str(index), fix="download the model again")
