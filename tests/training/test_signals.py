@@ -246,7 +246,7 @@ def test_an_export_that_is_ended_leaves_nothing(
     monkeypatch.setattr(safetensors_io, "save_file", ended)
     assert main(["export", str(straight), "--to", "peft", "--out", str(tmp_path / "deep" / "out")]) == 128 + number
     assert f"graftune: stopped by {number.name}" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir()) and signal.getsignal(number) is signal.SIG_DFL
+    assert not list((tmp_path / "deep").iterdir()) and signal.getsignal(number) is signal.SIG_DFL
 
 
 @pytest.fixture(autouse=True)
