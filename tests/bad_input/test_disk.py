@@ -66,11 +66,11 @@ def straight(tmp_path_factory: pytest.TempPathFactory, tiny_folder) -> tuple[Pat
 def test_a_disk_that_is_full_from_the_nth_write_on(
     once: bool, base: Path, straight: tuple[Path, Path], tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Or, `once`, at that write alone. GRAFTUNE_EXAMPLES=1000 tries every write of a run instead of every 24th."""
+    """Or, `once`, at that write alone. GRAFTUNE_EXAMPLES=1000 tries every write of a run instead of every 36th."""
     data, want = straight
     run, tried = tmp_path / "run", 0
     line = ["train", str(base), str(data), *SETTINGS, "--max-steps", "7", "--quiet", "--out", str(run)]
-    for at in range(1, 999) if THOROUGH else range(3, 999, 24):
+    for at in range(1, 999) if THOROUGH else range(3, 999, 36):
         with monkeypatch.context() as patch:
             disk = FullDisk(run, at, once).install(patch.setattr)
             code = main(line)

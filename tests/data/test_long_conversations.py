@@ -15,6 +15,7 @@ from graftune.data.format import ChatFormat
 from graftune.data.row import Refusal
 from tests.data.generated import Spec
 from tests.data.helpers import CHATML, NO_END, TEMPLATES, built, shipped, with_template
+from tests.support.thorough import THOROUGH
 
 Messages = list[dict[str, Any]]
 ODD = {
@@ -88,7 +89,7 @@ def compared(seed: int, source: Any, monkeypatch: pytest.MonkeyPatch, *, calls: 
 @pytest.mark.few(5)
 @pytest.mark.parametrize("name", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
 def test_windows_find_what_whole_renderings_find(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = [compared(seed, shipped(name), monkeypatch) for seed in range(6)]
+    made = [compared(seed, shipped(name), monkeypatch) for seed in range(6 if THOROUGH else 3)]
     assert any(made) or name in NO_END
 
 
@@ -96,12 +97,12 @@ def test_windows_find_what_whole_renderings_find(name: str, monkeypatch: pytest.
 @pytest.mark.parametrize("name", ODD)
 def test_templates_that_windows_do_not_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = with_template(ODD[name])
-    made = [compared(seed, source, monkeypatch, calls=name == "calls") for seed in range(10)]
+    made = [compared(seed, source, monkeypatch, calls=name == "calls") for seed in range(10 if THOROUGH else 5)]
     assert any(made)
 
 
 def test_generated_templates(monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in range(16):
+    for seed in range(16 if THOROUGH else 8):
         spec = Spec.random(random.Random(seed))
         try:
             compared(seed, with_template(spec.source()), monkeypatch, calls=spec.calls != "none" and not spec.beside)
