@@ -7,7 +7,6 @@ tiny run: both halves, without another import of torch.
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import os
 import signal
@@ -20,7 +19,7 @@ import pytest
 
 from graftune.api import train
 from graftune.cli import worker as worker_process
-from graftune.cli.worker import Requests, open_chat, open_preview, serve
+from graftune.cli.worker import open_chat, open_preview
 from graftune.dashboard import runs as runs_module
 from graftune.dashboard import worker as asking
 from graftune.dashboard.chat import Chat
@@ -35,6 +34,7 @@ from graftune.settings.config import Config
 from graftune.training import preview as preview_module
 from graftune.weights.base import open_base
 from tests.dashboard.folders import client, end, start, step, write_run
+from tests.support.worker_answers import answers
 from tests.training.runs import write_data
 
 # Answers with what it was started for; "die" ends it, "long" goes on until it is stopped.
@@ -145,14 +145,6 @@ def test_an_answer_that_nobody_reads_is_stopped() -> None:
 
     first, second = asyncio.run(asyncio.wait_for(talk(), 25))  # or it would have gone on for 30 seconds
     assert first == second, "the process lives on"
-
-
-def answers(opener: Any, *requests: dict[str, Any]) -> list[dict[str, Any]]:
-    lines = "".join(json.dumps({"number": number, **request}) + "\n" for number, request in enumerate(requests, 1))
-    out, waiting = io.StringIO(), Requests(io.StringIO(lines))
-    waiting.is_stopped = lambda number: number in [n for n, r in enumerate(requests, 1) if r.get("stopped")]  # type: ignore[method-assign]
-    serve(opener, waiting, out)
-    return [json.loads(line) for line in out.getvalue().splitlines()]
 
 
 def test_base_and_tuned_answer_in_turn(run: Path) -> None:

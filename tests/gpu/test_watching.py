@@ -11,8 +11,8 @@ from graftune.api import train
 from graftune.cli.worker import open_chat
 from graftune.observe.console import Console
 from graftune.observe.events import read_events, steps
-from tests.dashboard.test_chat_and_preview import answers
 from tests.gpu.test_run import figures, settings
+from tests.support.worker_answers import answers
 from tests.training.runs import adapter_bytes
 
 pytestmark = pytest.mark.gpu
