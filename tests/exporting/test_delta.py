@@ -41,7 +41,7 @@ def test_a_gguf_is_tuned_as_it_is_and_goes_out_as_a_folder(kind: str, blocks: st
     assert file.tensors["blk.0.ssm_conv1d.weight"].dtype_name == "F32", "llama.cpp reads no other"
     run = shaken(opened(base, rank=4, alpha=8.0, base_dtype="keep"), by=0.05)
     mixer = run.parts.decoder.blocks[0].mixer
-    assert isinstance(mixer, GatedDelta) and mixer.tiled
+    assert isinstance(mixer, GatedDelta) and mixer.spec.tiled
     want, plain = ours(run), ours(run, adapted=False)
     assert gap(want, plain) > 0.1
     adapter = run.save(tmp_path / "adapter")
