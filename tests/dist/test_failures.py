@@ -79,6 +79,7 @@ def test_a_signal_before_the_first_step_stops_all(launcher: Launcher, base: Path
     assert ended.sentences == ["graftune: rank 1 was stopped by SIGTERM before the first step"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("who", "said"),
     [
@@ -122,6 +123,7 @@ def test_a_bug_on_one_rank_keeps_its_traceback(launcher: Launcher, base: Path, d
     assert ended.sentences == ["graftune: rank 1: ArithmeticError: one rank computes nonsense"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("what", ["settings", "data", "version", "missing", "port", "device"])
 def test_what_does_not_fit_is_refused_by_all(launcher: Launcher, base: Path, data: Path, what: str) -> None:
     out = launcher.root / f"other {what}"

@@ -20,10 +20,11 @@ THOROUGH = int(os.environ.get("GRAFTUNE_EXAMPLES", "15")) >= 1000
 
 # Folders and files whose products of parameters are thinned.
 THINNED = (
-    *("tests/kernels/", "tests/model/test_attention_options.py", "tests/data/test_long_conversations.py"),
+    *("tests/model/test_attention_options.py", "tests/data/test_long_conversations.py"),
     *("tests/parity/test_moe.py", "tests/parity/test_gguf_dequant.py", "tests/weights/test_gguf_quant.py"),
 )
 MANY = 6  # cases of one test; fewer are all run
+MOST = 4  # of a test of kernels, which runs through an interpreter here, and with all its cases on a GPU
 # Families whose layers, names and files differ most from one another: they stand for all others wherever a test goes
 # over families, other than in the one file that compares each of them with transformers and PEFT.
 KINDS = {
@@ -56,6 +57,8 @@ def _some(name: str, group: list[pytest.Item]) -> list[pytest.Item]:
         return group
     if not name.startswith(EVERY_FAMILY):
         group = _some_kinds(name, [item for item in group if not _stood_for(item)] or group)
+    if name.startswith("tests/kernels/"):
+        return random.Random(name).sample(group, min(MOST, len(group)))
     return _each_value(name, group) if name.startswith(THINNED) else group
 
 

@@ -92,9 +92,9 @@ def test_the_straight_run_takes_every_path(bench: Bench) -> None:
 
 def test_kill_nine_at_random_moments(bench: Bench) -> None:
     """The short form of tests/soak/soak_kills.py: about half of the kills hit a resume, some an export. On a busy
-    machine seven kills may hit one phase only; every phase is hit on purpose below."""
+    machine five kills may hit one phase only; every phase is hit on purpose below."""
     lives = Lives(bench.processes, bench.line, bench.straight, bench.root / "lives", bench.seconds, seed=20240917)
-    wanted = 10 if THOROUGH else 7
+    wanted = 10 if THOROUGH else 5
     tally = lives.until(wanted)
     assert tally.kills >= wanted, tally
 
@@ -111,6 +111,7 @@ PLACES = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("place", PLACES)
 def test_killed_at(bench: Bench, place: str) -> None:
     run = bench.root / "at" / place.replace(" ", "-")
