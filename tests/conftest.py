@@ -65,6 +65,15 @@ LONGEST = (
     ),
 )
 
+IMPORTED_LATER = (
+    "peft",
+    "transformers.models.llama.modeling_llama",
+    "matplotlib.pyplot",
+    "httpx",
+    "uvicorn",
+    "pyarrow.parquet",
+)
+
 # Half a second at the end of every run, and hundreds end here. `draws` has it back; tests/observe/test_plot.py draws.
 _loss_plot, plot.loss_plot = plot.loss_plot, lambda *_: None
 
@@ -125,8 +134,9 @@ def _quicker(request: pytest.FixtureRequest) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """In a fresh clone the first worker collects alone, since every module is compiled then; the others find that done.
-    The folder is among the last ones to be collected, and only test files are in it."""
+    """In a fresh clone the first worker collects alone, since every module is compiled then, those of other packages
+    that tests import later, too; the others find that done. The folder is among the last ones to be collected, and only
+    test files are in it."""
     tests = Path(__file__).parent
     if not os.environ.get("PYTEST_XDIST_WORKER") or (tests / "two_ways" / "__pycache__").exists():
         return (yield)
@@ -135,6 +145,9 @@ def pytest_collection() -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             fcntl.flock(file, fcntl.LOCK_SH)
+            return (yield)
+        for name in IMPORTED_LATER:
+            importlib.import_module(name)
         return (yield)
 
 

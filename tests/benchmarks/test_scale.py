@@ -77,6 +77,7 @@ def test_compute_is_measured_where_it_was() -> None:
     assert ratio == pytest.approx(405.8 / 70.5, rel=0.03)
 
 
+@pytest.mark.thorough
 def test_bytes_of_a_gpu() -> None:
     """A 70B over NF4 with a quarter of the tokens was measured; a 405B in bf16 takes two nodes."""
     model = scale.MODELS["70b nf4"]

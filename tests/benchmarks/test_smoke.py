@@ -242,6 +242,7 @@ def test_random_blocks_have_the_deviation_of_random_floats() -> None:
         assert made.std() == pytest.approx(0.02, rel=0.1) and abs(made.mean()) < 0.004, kind
 
 
+@pytest.mark.thorough
 def test_the_plan_of_a_case_and_its_run() -> None:
     for name in ("tiny-r4-2x64-full", "tiny-dpo-2x64"):
         found = plan.one(name, CPU)

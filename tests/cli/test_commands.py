@@ -116,6 +116,7 @@ def test_schema_describes_every_setting(capsys: Capture) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.thorough
 def test_completion_knows_the_flags(capsys: Capture, shell: str) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out

@@ -149,6 +149,7 @@ def test_what_is_rendered_grows_with_the_turns(way: str, limit: int, rendered: l
     assert work[1] < 7 * work[0] and work[1] < 60 * len(long(way, 400))  # the square of the turns: 16, and 800
 
 
+@pytest.mark.thorough
 def test_a_template_that_writes_old_turns_anew_is_found_out_at_once(rendered: list[int]) -> None:
     """Each turn is an example of its own; that they are not one text is seen in a few renderings, not in one a turn."""
     messages = long("by turns", 200)
@@ -159,6 +160,7 @@ def test_a_template_that_writes_old_turns_anew_is_found_out_at_once(rendered: li
     assert len(made) == 201 and sum(rendered) < 400 * len(messages)
 
 
+@pytest.mark.thorough
 def test_too_many_answers_to_one_question() -> None:
     source = with_template(CHATML)
     assert len(built({"messages": long("one question", MOST_ALONE)}, source, max_seq_len=64)) > MOST_ALONE - 9

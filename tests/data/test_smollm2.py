@@ -41,6 +41,7 @@ def test_the_sample_is_short_and_masked_right(smol: Tokenizer) -> None:
     assert (len(train), len(val)) == (480, 120) and not set(train.prompts) & set(val.prompts)
 
 
+@pytest.mark.thorough
 def test_preparing_takes_calls_in_proportion_to_rows(smol: Tokenizer, tmp_path: Path) -> None:
     """A hundred thousand short rows are a matter of a minute, not of an evening."""
     rows, path = sample_for("answers").read_bytes().splitlines(keepends=True), tmp_path / "rows.jsonl"

@@ -58,6 +58,7 @@ def test_a_signal_stops_all_after_the_same_step(launcher: Launcher, base: Path, 
     assert losses(out) == losses(straight) and equal(out, straight)
 
 
+@pytest.mark.thorough
 def test_a_signal_stops_ranks_that_hear_of_it_at_different_steps(launcher: Launcher, base: Path, data: Path) -> None:
     """As GPUs do: rank 0 is given figures two steps late, rank 1 at once. No rank waits in a step that others left."""
     out = launcher.root / "heard late"
@@ -69,6 +70,7 @@ def test_a_signal_stops_ranks_that_hear_of_it_at_different_steps(launcher: Launc
     assert read_events(out / "metrics.jsonl")[-1]["stopped"] == "interrupted"
 
 
+@pytest.mark.thorough
 def test_a_signal_before_the_first_step_stops_all(launcher: Launcher, base: Path, data: Path) -> None:
     out = launcher.root / "not begun"
     pids = launcher.start(2, *cases.line(base, data, out, *MORE), misbehave={"0": ["reads", 3]})

@@ -100,6 +100,7 @@ def test_a_ministral_that_llama_cpp_converted_is_read(tmp_path: Path) -> None:
     assert (rope.temperature, rope.temperature_length) == (pytest.approx(0.3), 16)
 
 
+@pytest.mark.thorough
 def test_windows_of_exaone4_are_llama_cpps(tmp_path: Path) -> None:
     """llama.cpp has them in models of 64 layers, where every fourth layer has no rope."""
     folder = models.make_folder("exaone4-deep", tmp_path / "model")

@@ -267,6 +267,7 @@ def test_refused(monkeypatch):
         ),  # what adapters read is no code
     ],
 )
+@pytest.mark.thorough
 def test_a_step(device, shallow_folder, monkeypatch, variant, lora, recompute, long, coded):
     """Loss and gradients of a whole model: by the references as by the kernels, and near those of the fp32 base.
     `coded`: to how many projections with adapters dY comes with its codes: all but the upper block's down, which a loss

@@ -34,7 +34,7 @@ MORE = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("variant", "lora", "dropout", "recompute"),
     [
@@ -60,6 +60,7 @@ def test_two_steps_in_a_row(shallow_folder, device, monkeypatch):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2] if THOROUGH else [0.2])
+@pytest.mark.thorough
 def test_long_batches_read_gradients_once(dropout, shallow_folder, device, monkeypatch):
     monkeypatch.setattr(projection, "LONG", 1)
     lora = LoraConfig(rank=4, alpha=10.0, targets=("q_proj", "v_proj", "down_proj"))

@@ -65,6 +65,7 @@ def test_the_axis_fits_the_data_and_labels_stay_clear_of_the_legend() -> None:
     assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)
 
 
+@pytest.mark.thorough
 def test_a_run_that_goes_on_is_plotted_by_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log_of(tmp_path, 3)
     now, png = [0.0], tmp_path / "loss.png"

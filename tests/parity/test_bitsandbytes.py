@@ -183,6 +183,7 @@ def test_random_tensors(theirs: Any, part: int) -> None:
     assert not wrong, wrong[:20]
 
 
+@pytest.mark.thorough
 def test_many_threads_and_a_large_tensor(theirs: Any) -> None:
     """The scales' mean is summed by as many threads as torch has; here there are enough scales for two."""
     x = torch.randn(3000, 1001, generator=torch.Generator().manual_seed(5))

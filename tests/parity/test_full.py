@@ -302,6 +302,7 @@ def scratch_run(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Folder) -
     yield root / "run"
 
 
+@pytest.mark.thorough
 def test_from_scratch_learns(scratch_run: Path) -> None:
     events = read_events(scratch_run / "metrics.jsonl")
     losses = [e["loss"] for e in events if e["event"] == "eval"]
@@ -349,6 +350,7 @@ def test_resumed_is_straight(method: str, tiny_folder: Folder, tmp_path: Path) -
     assert state() == want
 
 
+@pytest.mark.thorough
 def test_the_base_is_asked_while_it_is_the_base(tiny_folder: Folder, tmp_path: Path) -> None:
     rows = [{"prompt": f"say {c}", "response": c * 3} for c in "abcdefgh" * 3]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))

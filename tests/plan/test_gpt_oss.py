@@ -33,6 +33,7 @@ def planned(size: str, **settings: Any) -> Plan:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("size", "gigabytes"), [("20b", 15.8), ("120b", 71.0)])
+@pytest.mark.thorough
 def test_peak(size: str, gigabytes: float) -> None:
     plan = planned(size)
     assert 0.9 * gigabytes < plan.expected / 1e9 <= gigabytes and plan.fits

@@ -343,6 +343,7 @@ def test_windows_are_counted_over_the_layers_with_attention(monkeypatch: pytest.
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["nf4", "fp8"])
+@pytest.mark.thorough
 def test_a_fetched_base_is_planned(kind: str) -> None:
     """On the device there are the buffers of two blocks and of a table; the bytes lie in host memory, or a share of
     them on each rank."""
@@ -405,6 +406,7 @@ def test_codes_for_both_ways_where_a_card_has_much_memory(tiny_folder, monkeypat
     assert codes - largest < second - first + codes // 50 and second - first < 1.3 * codes
 
 
+@pytest.mark.thorough
 def test_the_goals_of_8b_in_nf4() -> None:
     """4 x 2048 tokens, half of them trained: at most 9.5 GiB with full recompute and 8.2 offloaded."""
     values = {

@@ -252,6 +252,7 @@ def large_job(gpu: str, ranks: int = 0, memory: int = 0, **more: Any) -> job.Job
     return job.Job(config, base, runtime, 1024, job.any_data(1024), card, evaluates=False, ranks=ranks)
 
 
+@pytest.mark.thorough
 def test_a_base_that_does_not_fit_is_fetched_from_host_memory() -> None:
     """70B in 4 bits on a card of 24 GB; if that had 140 GB it would be resident."""
     from graftune.plan import best, refusal
@@ -286,6 +287,7 @@ def test_ranks_share_a_base_that_none_of_them_can_hold() -> None:
     assert best(both).fits and best(both).bytes.host < 22 << 30, "half of it in each rank's host memory"
 
 
+@pytest.mark.thorough
 def test_a_plan_says_whether_the_transfer_hides() -> None:
     """By arithmetic that a reader can do: bytes over the link's rate against operations over the card's."""
     found = large_job("h200", base_on="host", tokens_per_micro_batch=8192).plan("full", 8192)
@@ -300,6 +302,7 @@ def test_a_plan_says_whether_the_transfer_hides() -> None:
     assert enough is not None and 3000 < int(enough[1]) < 6000
 
 
+@pytest.mark.thorough
 def test_fewer_samples_at_once_where_memory_is_short(tiny_folder, tmp_path: Path, capsys) -> None:
     """A whole round, or halves of it until one fits; a number that is asked for stays."""
     from graftune.plan import best

@@ -73,6 +73,7 @@ def test_passes_are_whole_again_behind_a_loaded_state(opened, tmp_path):
     assert trained(resumed, other) == resumed.steps_per_epoch(other), "other data, once the position was used"
 
 
+@pytest.mark.thorough
 def test_epochs_before_the_saved_one_are_left_out_once(opened, tmp_path):
     first = opened(**HOW)
     data = first.prepare(ROWS)

@@ -161,6 +161,7 @@ def test_twenty_rounds_of_other_lengths_are_captured_at_most_twice(fixed, opened
     assert all(size.bit_count() == 1 for size in (shape.tokens, shape.documents, shape.rows)), "powers of two"
 
 
+@pytest.mark.thorough
 def test_fresh_data_sets_are_captured_a_few_times(fixed):
     session, draw = fixed(tokens_per_step=256, tokens_per_micro_batch=128, val_split=0.0), np.random.default_rng(5)
     captures = []

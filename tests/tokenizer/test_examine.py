@@ -177,6 +177,7 @@ def test_every_way_to_load_a_template_examines_it(
     ("source", "fault"),
     [("{{ 'a' * 999999999 }}", "is refused: it exhausts the memory"), ("{% broken", "the template does not parse")],
 )
+@pytest.mark.thorough
 def test_a_base_whose_template_cannot_be_used_opens_without_it(
     source: str, fault: str, tiny_folder: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

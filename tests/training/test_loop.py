@@ -224,6 +224,7 @@ def test_what_a_first_batch_settles_is_told_when_it_happens(
     assert sorted(places) == places < [said.index("validation at step 3")] * 3
 
 
+@pytest.mark.thorough
 def test_waits_are_marked_in_a_trace(tiny_folder, tmp_path: Path) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         train(

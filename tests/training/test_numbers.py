@@ -294,6 +294,7 @@ def test_an_ordinary_run_warns_of_nothing_and_one_that_goes_wrong_does(
         assert kinds(ended.folder) == [guard.NOT_MOVED, *more]
 
 
+@pytest.mark.thorough
 def test_a_warning_stops_the_run_where_that_is_asked_for(
     tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
