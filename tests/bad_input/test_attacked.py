@@ -26,6 +26,7 @@ import pytest
 
 from graftune.data import source
 from graftune.data.find import files_of
+from graftune.data.streams import _Unpacked
 from graftune.errors import GraftuneError
 from graftune.io.json_file import NotJson, read_object
 from graftune.settings.config import Config
@@ -121,6 +122,14 @@ def test_odd_names_among_checkpoints(tmp_path: Path) -> None:
         (root / name / "state.json").write_text("{}")
     (root / "step-4").symlink_to("/nowhere")
     assert checkpoint.steps(root) == {}
+
+
+@pytest.mark.parametrize("zeros", [8, 10_240])
+def test_zeros_behind_a_compressed_stream_are_no_damage(zeros: int, tmp_path: Path) -> None:
+    """Tapes and archives fill up a file; Python's own gzip takes them, too."""
+    (path := tmp_path / "d.gz").write_bytes((gzip.compress(b"one") + bytes(zeros)) * 2)
+    with path.open("rb") as file:
+        assert _Unpacked(file, ".gz", str(path), 1.0).read() == b"oneone"
 
 
 @pytest.mark.parametrize("name", ["d.jsonl.gz", "d.csv.gz", "d.json.gz"])

@@ -247,6 +247,17 @@ def test_settings_of_a_script_that_are_computed(tmp_path: Path) -> None:
     assert "**cfg" in dict(converting.convert(read_tool_file(str(path))).left_out)
 
 
+def test_a_script_whose_tokenizer_is_another_models(tmp_path: Path) -> None:
+    (path := tmp_path / "a.py").write_text('AutoTokenizer.from_pretrained("a/tokens")\n' + COMPUTING)
+    assert converting.convert(read_tool_file(str(path))).settings["base"] == "a/b"
+
+
+def test_trl_evaluates_on_its_test_split() -> None:
+    given = {"dataset_name": "a/data", "eval_strategy": "steps", "eval_steps": 10}
+    assert "test" in str(converted(given, "trl").settings["eval_data"])
+    assert "eval_data" not in converted(given | {"eval_strategy": "no"}, "trl").settings
+
+
 def test_names_of_projects_and_flags_of_launchers_are_listed(tmp_path: Path) -> None:
     found = converted({"wandb_project": "mine", "report_to": ["wandb", "tensorboard"]}, "trl")
     left = dict(found.left_out)

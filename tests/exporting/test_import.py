@@ -122,6 +122,20 @@ def test_tables_trained_whole_are_refused(saved: list[str], base: Path, tmp_path
         export(str(tmp_path / "a"), "merged", base=str(base), out=str(tmp_path / "m"))
 
 
+def test_old_rows_that_were_trained_elsewhere_are_not_lost(base: Path, tmp_path: Path) -> None:
+    """An adapter of ours with added tokens, trained on by PEFT: that trains every row of the table."""
+    from safetensors.torch import load_file, save_file
+
+    folder = shaken(opened(base, rank=2, new_tokens=("<z>",))).save(tmp_path / "a")
+    opened(base, folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = "base_model.model.model.embed_tokens.weight"
+    tensors[name][7] += 0.3
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(GraftuneError, match="a trained embed_tokens"):
+        opened(base, folder)
+
+
 @pytest.fixture
 def two(base: Path, tmp_path: Path) -> tuple[Path, Path]:
     """Adapters of different ranks, scales and targets."""

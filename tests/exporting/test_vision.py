@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from graftune.api import export
 from graftune.errors import GraftuneError
 from graftune.model.lora import build_arena, start_from_scratch
+from graftune.observe.console import Console
 from graftune.settings.sections import LoraConfig
 from graftune.weights import names
 from graftune.weights.adapter import load_adapter
@@ -290,6 +291,18 @@ def test_added_tokens_travel_with_both(tmp_path: Path) -> None:
     config = json.loads((merged / "config.json").read_text())
     assert config["text_config"]["vocab_size"] == tiny.VOCAB + 2 and "vocab_size" not in config
     assert (transformers_logits(merged, documents) - want).abs().max() < 1e-4
+
+
+def test_quantised_tensors_outside_the_text_model_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What describes them is no longer in the configuration, which says how the text model was quantised."""
+    folder = make_folder("qwen3_vl", tmp_path / "model")
+    export(str(folder), "merged", out=str(tmp_path / "plain"), console=Console())
+    assert "quantised" not in capsys.readouterr().err
+    monkeypatch.setattr("graftune.exporting.write.checkpoint_format", lambda tensors: "fp8")
+    export(str(folder), "merged", out=str(tmp_path / "merged"), console=Console())
+    assert "1 tensors outside the text model are quantised" in capsys.readouterr().err
 
 
 def test_a_text_model_from_nothing_has_no_vision_tower(tmp_path: Path) -> None:

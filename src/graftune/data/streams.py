@@ -194,18 +194,20 @@ class _Unpacked(io.RawIOBase):
 
     def readinto(self, target: Any) -> int:
         while not self.ready:
-            packed = self.rest or self.file.read(PACKED)
+            packed, self.rest = self.rest or self.file.read(PACKED), b""
             if not packed:
                 if self.stream is not None:
                     raise EOFError("the file ends within a compressed stream")
                 return 0
+            if self.stream is None and not (packed := packed.lstrip(b"\0")):  # zeros may fill up a file behind a stream
+                continue
             self.stream = self.stream or self.opener()
             try:
-                self.ready, self.rest = memoryview(self.stream.decompress(packed)), b""
+                self.ready = memoryview(self.stream.decompress(packed))
             except self.failure as error:
                 raise EOFError(str(error)) from None
-            if self.stream.eof:  # zeros may fill up the file behind a stream
-                self.stream, self.rest = None, self.stream.unused_data.lstrip(b"\0")
+            if self.stream.eof:
+                self.stream, self.rest = None, self.stream.unused_data
         count = min(len(target), len(self.ready))
         target[:count], self.ready = self.ready[:count], self.ready[count:]
         self.left -= count

@@ -22,7 +22,7 @@ from graftune.exporting.target import ExportSource, find, run_facts
 from graftune.io.files import new_file, write_file
 from graftune.model.families import family_of, with_text_values
 from graftune.model.frozen import RowSource
-from graftune.model.frozen.formats import stored_format
+from graftune.model.frozen.formats import READABLE, checkpoint_format, stored_format
 from graftune.model.frozen.formats.mxfp4 import KIND as MXFP4
 from graftune.model.frozen.interface import DTYPES, NAMES
 from graftune.observe.console import Console
@@ -232,6 +232,13 @@ def _merged(source: ExportSource, place: Path, kind: str, console: Console) -> E
     config = with_text_values(hf_config(whole), {"vocab_size": whole.spec.vocab})
     with _watched(len(tensors) + len(carried), sum(need.values()), survival, bool(source.adapters), console) as watcher:
         write_model(place, tensors, dtypes, whole, config, in_mxfp4=in_mxfp4, watcher=watcher)
+    if checkpoint_format(source.base.tensors) and (
+        odd := [n for n, t in carried.items() if t.dtype_name not in READABLE]
+    ):
+        console.warn(
+            f"{len(odd)} tensors outside the text model are quantised and were copied as they are, such as {odd[0]}:"
+            " config.json no longer says how"
+        )
     used = sorted({MXFP4 if n in copied else NAMES[d] for n, d in dtypes.items() if len(tensors[n].shape) > 1})
     done = Exported(place, sorted(place.iterdir()), {"type": "+".join(used)})
     _report_survival(done, source, survival, "+".join(used).lower(), console)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from graftune.settings.converting import Conversion
 
 _TRL = (
-    *("dataset_name", "dataset_config", "dataset_config_name", "dataset_train_split", "data_files"),
-    "dataset_text_field",
+    *("dataset_name", "dataset_config", "dataset_config_name", "dataset_train_split", "dataset_test_split"),
+    *("data_files", "dataset_text_field"),
 )
 # The names that are converted here.
 DATA_NAMES: dict[str, tuple[str, ...]] = {
@@ -182,3 +182,9 @@ def _trl(result: Conversion) -> None:
         renamed["text"] = column
     named = [_source(path, split, subset, renamed) for path in _paths(given, "dataset_name")]
     _put_sources(result, "data", named, "dataset_name")
+    evaluates = given.get("eval_strategy") not in (None, "no", False)
+    test = given.get("dataset_test_split", None if result.file.calls else "test")  # a script chooses its own
+    if isinstance(test, str) and named and evaluates and _source(named[0]["path"], test).get("split"):
+        _put_sources(result, "eval_data", [{**named[0], "split": test}], "dataset_test_split")
+    elif "dataset_test_split" in given:
+        result.leave("dataset_test_split", "nothing is evaluated there, or the data has no splits")

@@ -183,7 +183,7 @@ def _script(path: str) -> ToolFile:
     found.tool = "unsloth" if any(re.fullmatch(r"Fast\w*Model", name) for name in names) else "trl"
     constants = _constants(tree)
     for call in _calls(tree):
-        if (function := _name(call.func)) in _CALLS:
+        if (function := _name(call.func)) in _CALLS and not _loads_tokenizer(call):
             found.calls.add(function)
             _read_call(found, call, function, constants)
         elif function == "map" and isinstance(call.func, ast.Attribute):  # of a data set
@@ -195,6 +195,10 @@ def _script(path: str) -> ToolFile:
     if "map" in found.calls:
         found.left_out.append(("map(...)", other_tools.answer("formatting_func", flags=False) or ""))
     return found
+
+
+def _loads_tokenizer(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and _name(call.func.value) in ("AutoTokenizer", "AutoProcessor")
 
 
 def _calls(node: ast.AST) -> Iterator[ast.Call]:

@@ -57,7 +57,7 @@ class SampleQuestions(Questions):
 
     def known(self, event: Mapping[str, Any]) -> list[str]:
         """The answers to exactly these questions in an event of the log; none if it holds others."""
-        return list(event["answers"]) if event.get("questions") == self.digest else []
+        return list(event.get("answers") or []) if event.get("questions") == self.digest else []
 
     def show(self, console: Console, before: Sequence[str], after: Sequence[str]) -> dict[str, Any]:
         """Print base and tuned answers side by side, and return their scores. `before` may be empty."""

@@ -69,15 +69,32 @@ def adapted_paths(tensors: Mapping[str, torch.Tensor]) -> set[str]:
     return found
 
 
-def check_tables(adapter: Adapter) -> None:
+def check_tables(adapter: Adapter, base: Base) -> None:
     """Refuses an adapter with a trained embedding or head: the engine takes only the rows of added tokens from them."""
-    for module in TABLES if not adapter.lora.new_tokens else ():
-        if f"{module}.weight" in adapter.tensors:
+    for module in TABLES:
+        table, source = adapter.tensors.get(f"{module}.weight"), base.tensors.get(f"{module}.weight")
+        if source is None and base.spec.tied:
+            source = base.tensors.get("embed_tokens.weight")
+        if table is None or source is None:
+            continue
+        if not adapter.lora.new_tokens or _differs(table, source, base.spec.vocab):
             raise GraftuneError(
                 f"the adapter uses modules_to_save with a trained {module}",
                 where=str(adapter.folder),
                 fix="merge it with PEFT and take the result as the base",
             )
+
+
+def _differs(table: torch.Tensor, source: RowSource, count: int) -> bool:
+    """Whether rows were trained, not only rounded (a table is stored as the run held it, at worst in bf16)."""
+    if len(table) < count or table.shape[1:] != tuple(source.shape[1:]):
+        return False  # refused by its shape
+    for start in range(0, count, 4096):
+        stop = min(start + 4096, count)
+        own = source.read(start, stop).float()
+        if bool(((table[start:stop] - own).abs() > 0.01 * own.abs() + 1e-6).any()):
+            return True
+    return False
 
 
 def check_fits(adapter: Adapter, base: Base) -> None:
@@ -90,7 +107,7 @@ def check_fits(adapter: Adapter, base: Base) -> None:
 def place_adapter(adapter: Adapter, arena: Arena, base: Base) -> None:
     """Copies the tensors into the arena, whose norms hold the base's values. A tensor that is missing, left over or of
     another shape is an error."""
-    check_tables(adapter)
+    check_tables(adapter, base)
     adapter, vocab = fitted(adapter, base.spec, base.tensors), base.spec.vocab
     left = dict(adapter.tensors)
     if "embed_tokens.rows" in arena.slots and "lm_head.rows" not in arena.slots:  # tied: one table, stored twice
