@@ -142,6 +142,8 @@ def converted(given: dict[str, Any], tool: str) -> converting.Conversion:
             {"use_peft": True},
             {"rank": None, "alpha": 32.0, "dropout": 0.05, "targets": "qv"},
         ),
+        ("trl", {"dataset_name": "a/b", "eval_strategy": "steps"}, {"eval_data": [{"path": "a/b", "split": "test"}]}),
+        ("trl", {"dataset_name": "a/b", "datasets": [{"path": "c/d"}]}, {"data": "c/d"}),
         ("trl", {"max_length": None}, {"max_seq_len": None}),
         ("unsloth", {"get_peft_model": True}, {"alpha": 16.0, "seed": 3407, "warmup": None, "weight_decay": 0.001}),
         ("unsloth", {"per_device_train_batch_size": 3}, {"lr": 5e-5, "tokens_per_step": 3 * 2 * 512}),
@@ -154,6 +156,23 @@ def test_values_and_defaults(tool: str, given: dict[str, Any], ours: dict[str, A
     found = converted(given, tool).settings
     assert {name: found.get(name) for name in ours} == ours, found
     assert "rank" not in found or found.get("method", "lora") == "lora"
+
+
+LEFT = {"val_set_size": "val_split", "lr_scheduler": "schedule", "warmup_steps": "warmup", "num_epochs": "epochs"}
+
+
+def test_a_value_that_is_left_out_leaves_our_default() -> None:
+    given = {
+        "val_set_size": 100,
+        "lr_scheduler": "polynomial",
+        "warmup_steps": 9,
+        "num_epochs": "x",
+        "datasets": ["a/b"],
+    }
+    found = converted(given, "axolotl")
+    assert not {"val_split", "schedule", "warmup", "epochs"} & set(found.settings)
+    assert {name for name, _ in found.left_out} == set(given) - {"datasets"}
+    assert all(f" is left at {Config().flat()[ours]}" in dict(found.left_out)[name] for name, ours in LEFT.items())
 
 
 @pytest.mark.parametrize(
@@ -250,12 +269,6 @@ def test_settings_of_a_script_that_are_computed(tmp_path: Path) -> None:
 def test_a_script_whose_tokenizer_is_another_models(tmp_path: Path) -> None:
     (path := tmp_path / "a.py").write_text('AutoTokenizer.from_pretrained("a/tokens")\n' + COMPUTING)
     assert converting.convert(read_tool_file(str(path))).settings["base"] == "a/b"
-
-
-def test_trl_evaluates_on_its_test_split() -> None:
-    given = {"dataset_name": "a/data", "eval_strategy": "steps", "eval_steps": 10}
-    assert "test" in str(converted(given, "trl").settings["eval_data"])
-    assert "eval_data" not in converted(given | {"eval_strategy": "no"}, "trl").settings
 
 
 def test_names_of_projects_and_flags_of_launchers_are_listed(tmp_path: Path) -> None:

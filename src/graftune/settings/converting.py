@@ -189,16 +189,16 @@ def _tracker(result: Conversion, name: str, value: Any) -> None:
     plain = other_tools.plain(name)
     asked = [str(one) for one in (value if isinstance(value, list) else [value])] if plain == "report_to" else [plain]
     known = [tracker for one in asked for tracker in _TRACKERS if tracker in one]
-    if asked == ["none"]:
-        result.off.append(name)
-    elif len(known) < len(asked):
-        result.leave(name)
     if known:
         result.put("track", known[0], name)
-    if len(known) > 1:
-        result.leave(name, f"one tracker is written to; {', '.join(known[1:])} is left out")
-    if known and plain != "report_to" and isinstance(value, str):
-        result.leave(name, f"the name {value!r} is not taken: figures go into the project graftune")
+        if len(known) > 1:
+            result.leave(name, f"one tracker is written to; {', '.join(known[1:])} is left out")
+        if plain != "report_to" and isinstance(value, str):
+            result.leave(name, f"the name {value!r} is not taken: figures go into the project graftune")
+    elif asked == ["none"]:
+        result.off.append(name)
+    if asked != ["none"] and len(known) < len(asked):
+        result.leave(name)
 
 
 def _training_method(result: Conversion, name: str, value: Any) -> None:
@@ -228,9 +228,13 @@ def _template_variable(result: Conversion, name: str, value: Any) -> None:
 
 
 def _least_lr(result: Conversion, name: str, value: Any) -> None:
+    rate = result.file.given.get("learning_rate")
+    if isinstance(value, dict) and isinstance(value.get("min_lr"), int | float | str):
+        result.put("min_lr", value["min_lr"], f"{name}: min_lr")
+        return
+    share = value.get("min_lr_rate") if isinstance(value, dict) else value
     try:
-        rate = float(str(result.file.given.get("learning_rate")))
-        result.put("min_lr", float(str(value)) * rate, f"{name} x learning_rate")
+        result.put("min_lr", float(str(share)) * float(str(rate)), f"{name} x learning_rate")
     except ValueError:
         result.leave(name)
 

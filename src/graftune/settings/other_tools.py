@@ -142,11 +142,9 @@ type format data_format dataset_format formatting formatting_func field_messages
 prompt_feature completion_feature text_feature chat_feature columns input_column output_column dataset_text_field
 prompt_column response_column text_column field_instruction field_output
     the format of the rows is recognised automatically; where columns have other names, use {map}
-dataset_config dataset_config_name dataset_train_split dataset_split train_split split subset
+dataset_config dataset_config_name dataset_train_split dataset_test_split dataset_split train_split split subset
 dataset_streaming
     write the source in a file as data: [{path: owner/name, split: train, subset: main}]
-dataset_test_split
-    write the source in a file as eval_data: [{path: owner/name, split: test}]
 chat_template chat_template_jinja chat_template_path prompt_template prompt_style conversation_template -> jinja_file
     the model's own chat template is used; {template} takes a Jinja file instead
 default_system default_system_message
@@ -196,9 +194,9 @@ neftune_noise_alpha noisy_embedding_alpha
     NEFTune's noise is not supported here; {dropout} is there against overfitting
 scale lora_scale lora_scaling lora_parameters
     the product is scaled by alpha/rank: set {alpha} to the scale times {rank}
-cosine_min_lr_ratio -> least_lr
+lr_scheduler_kwargs cosine_min_lr_ratio -> least_lr
     {schedule} is cosine, linear or constant, going down to {min_lr}
-cosine_constant_lr_ratio lr_scheduler_kwargs
+cosine_constant_lr_ratio
     {schedule} is cosine, linear or constant, going down to {min_lr}
 data_seed
     {seed} covers the split, the shuffle, the adapters and dropout

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _TRL = (
     *("dataset_name", "dataset_config", "dataset_config_name", "dataset_train_split", "dataset_test_split"),
-    *("data_files", "dataset_text_field"),
+    *("data_files", "datasets", "dataset_text_field"),
 )
 # The names that are converted here.
 DATA_NAMES: dict[str, tuple[str, ...]] = {
@@ -39,8 +39,10 @@ _COLUMNS = {
     **{"prompt": "instruction", "query": "input", "response": "output", "messages": "messages"},
     **{"system": "system", "tools": "tools", "history": "history"},
 }
-_SOURCE_NAMES = {"path", "name", "split", "data_files", "ds_type", "type", "revision"}
-_KEYS = "turns are read as role/content or from/value: rename other keys in the rows"
+_SOURCE_NAMES = {
+    *("path", "name", "split", "data_files", "ds_type", "type", "revision", "text_column"),
+    *("message_field_role", "message_field_content"),
+}
 _PROMPTS = "rows go through the model's chat template, not through the prompt text of that type"
 
 
@@ -103,19 +105,23 @@ def _axolotl(result: Conversion) -> None:
         for place, entry in enumerate(entries if isinstance(entries, list) else [entries], 1):
             entry = {"path": entry} if isinstance(entry, str) else entry
             if isinstance(entry, dict):
-                sources += _axolotl_source(result, entry, f"{name}[{place}]")
+                sources += _axolotl_source(result, entry, f"{name}[{place}]", text=name == "pretraining_dataset")
         _put_sources(result, ours, sources, name)
 
 
-def _axolotl_source(result: Conversion, entry: dict[str, Any], shown: str) -> list[dict[str, Any]]:
+def _axolotl_source(result: Conversion, entry: dict[str, Any], shown: str, text: bool) -> list[dict[str, Any]]:
     kind, renamed = entry.get("type"), dict[str, str]()
     fields = {**entry, **kind} if isinstance(kind, dict) else entry
     for name, value in fields.items():
         if name in _FIELDS and isinstance(value, str):
             renamed[_FIELDS[name]] = value
+        elif name == "message_property_mappings" and isinstance(value, dict):
+            _check_keys(result, f"{shown}.{name}", value.get("role"), value.get("content"))
         elif name not in _SOURCE_NAMES:
-            prompt = name in ("format", "no_input_format")
-            result.leave(f"{shown}.{name}", _PROMPTS if prompt else _KEYS if str(name).startswith("message_") else "")
+            result.leave(f"{shown}.{name}", _PROMPTS if name in ("format", "no_input_format") else "")
+    _check_keys(result, shown, entry.get("message_field_role"), entry.get("message_field_content"))
+    if isinstance(entry.get("text_column"), str) and text:
+        renamed["text"] = entry["text_column"]
     if isinstance(kind, str) and kind.split(".")[0] not in ("chat_template", "sharegpt", "completion", "pretrain"):
         result.leave(f"{shown}.type", f"{kind}: the format is recognised by the columns, and {_PROMPTS}")
     split = _unsliced(result, f"{shown}.split", entry.get("split"))
@@ -125,6 +131,13 @@ def _axolotl_source(result: Conversion, entry: dict[str, Any], shown: str) -> li
     if not found:
         result.leave(shown, "it names no path")
     return found
+
+
+def _check_keys(result: Conversion, shown: str, role: Any, content: Any) -> None:
+    """Turns are read as role/content and as from/value; other keys have to be renamed in the rows."""
+    for key, known in ((role, ("role", "from")), (content, ("content", "value"))):
+        if key is not None and key not in known:
+            result.leave(shown, f"turns are read as role/content or from/value: rename {key!r} in the rows")
 
 
 # LLaMA-Factory
@@ -152,11 +165,10 @@ def _listed(result: Conversion, name: str, info: Any, folder: Path, key: str) ->
             reason = f"{name} is not in {folder / 'dataset_info.json'}: write its file or Hub name in its place"
             result.assumed.append(f"{key}: {reason}")
         return _source(name)
-    columns = info["columns"] if isinstance(info.get("columns"), dict) else {}
+    columns, tags = ({**value} if isinstance(value := info.get(key), dict) else {} for key in ("columns", "tags"))
     if info.get("ranking") or "kto_tag" in columns:
         raise preference(f"the data set {name}", result.file.path)
-    if info.get("tags"):
-        result.leave(f"{name}.tags", _KEYS)
+    _check_keys(result, f"{name}.tags", tags.get("role_tag"), tags.get("content_tag"))
     for other in ("num_samples", "script_url", "cloud_file_name", "ms_hub_url", "om_hub_url", "folder"):
         if info.get(other):
             result.leave(f"{name}.{other}")
@@ -181,10 +193,18 @@ def _trl(result: Conversion) -> None:
     elif isinstance(column, str) and column != "text":
         renamed["text"] = column
     named = [_source(path, split, subset, renamed) for path in _paths(given, "dataset_name")]
-    _put_sources(result, "data", named, "dataset_name")
+    mixture, mixed = given.get("datasets"), list[dict[str, Any]]()
+    for place, entry in enumerate(mixture if isinstance(mixture, list) else [], 1):
+        if isinstance(entry, dict):
+            mixed += [_source(path, entry.get("split"), entry.get("name")) for path in _paths(entry)]
+            for name in [name for name in entry if name not in ("path", "name", "split", "data_files")]:
+                result.leave(f"datasets[{place}].{name}")
+    if named and mixed:
+        result.leave("dataset_name", "datasets overrides it there")
+    _put_sources(result, "data", mixed or named, "datasets" if mixed else "dataset_name")
     evaluates = given.get("eval_strategy") not in (None, "no", False)
     test = given.get("dataset_test_split", None if result.file.calls else "test")  # a script chooses its own
-    if isinstance(test, str) and named and evaluates and _source(named[0]["path"], test).get("split"):
+    if isinstance(test, str) and named and not mixed and evaluates and _source(named[0]["path"], test).get("split"):
         _put_sources(result, "eval_data", [{**named[0], "split": test}], "dataset_test_split")
     elif "dataset_test_split" in given:
         result.leave("dataset_test_split", "nothing is evaluated there, or the data has no splits")

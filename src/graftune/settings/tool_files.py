@@ -197,10 +197,6 @@ def _script(path: str) -> ToolFile:
     return found
 
 
-def _loads_tokenizer(call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Attribute) and _name(call.func.value) in ("AutoTokenizer", "AutoProcessor")
-
-
 def _calls(node: ast.AST) -> Iterator[ast.Call]:
     """Outer calls before inner ones, in the order of the text."""
     if isinstance(node, ast.Call):
@@ -235,6 +231,7 @@ def _notebook(found: ToolFile) -> ast.Module:
 def _read_call(found: ToolFile, call: ast.Call, function: str, constants: dict[str, ast.expr]) -> None:
     if function in _SWITCHES:
         found.given.setdefault(_SWITCHES[function], True)
+    second = function == "load_dataset" and "dataset_name" in found.given
     positional = zip(_CALLS[function], call.args, strict=False)
     keywords = list[tuple[str, ast.expr]]()
     for keyword in call.keywords:
@@ -250,7 +247,9 @@ def _read_call(found: ToolFile, call: ast.Call, function: str, constants: dict[s
             if name not in _OBJECTS:
                 found.left_out.append((name, COMPUTED))
             continue
-        if name not in _OBJECTS or (name == "model" and isinstance(value, str)):
+        if second:
+            found.left_out.append((f"{name}={value!r}", "the script loads another data set, and the first is taken"))
+        elif name not in _OBJECTS or (name == "model" and isinstance(value, str)):
             found.put("model_name" if name == "model" else name, value)
 
 
@@ -279,11 +278,14 @@ def _entries(node: ast.expr, constants: dict[str, ast.expr], depth: int = 5) -> 
         raise _Unknown
     if isinstance(node, ast.Name) and node.id in constants:
         return _entries(constants[node.id], constants, depth - 1)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        return _entries(node.left, constants, depth - 1) | _entries(node.right, constants, depth - 1)
     pairs: list[tuple[ast.expr | None, ast.expr]]
     if isinstance(node, ast.Dict):
         pairs = list(zip(node.keys, node.values, strict=True))
-    elif isinstance(node, ast.Call) and _name(node.func) == "dict" and not node.args:
-        pairs = [(ast.Constant(keyword.arg) if keyword.arg else None, keyword.value) for keyword in node.keywords]
+    elif isinstance(node, ast.Call) and _name(node.func) == "dict" and len(node.args) < 2:
+        given = [(ast.Constant(keyword.arg) if keyword.arg else None, keyword.value) for keyword in node.keywords]
+        pairs = [*((None, argument) for argument in node.args), *given]
     else:
         raise _Unknown
     found: dict[str, ast.expr] = {}
@@ -318,3 +320,7 @@ def _value(node: ast.expr, constants: dict[str, ast.expr], depth: int = 5) -> An
 def _name(node: ast.expr) -> str:
     """The last part of a dotted name."""
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _loads_tokenizer(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and _name(call.func.value) in ("AutoTokenizer", "AutoProcessor")

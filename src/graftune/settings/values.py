@@ -58,14 +58,13 @@ def check_range(
     where: str | None = None,
 ) -> None:
     """Refuse a number that is not finite or outside its bounds."""
-    bounds = [
-        ("a finite number", isinstance(value, int) or math.isfinite(value)),
-        (f"at least {least}", least is None or value >= least),
-        (f"above {above}", above is None or value > above),
-        (f"at most {most}", most is None or value <= most),
-    ]
-    if not all(holds for _, holds in bounds):
-        wanted = [text for text, holds in bounds if not text.endswith("None") and not (holds and "finite" in text)]
+    infinite = not isinstance(value, int) and not math.isfinite(value)
+    low, high = least is not None and value < least, most is not None and value > most
+    if infinite or low or high or (above is not None and value <= above):
+        bounds = [(f"at least {least}", least), (f"above {above}", above), (f"at most {most}", most)]
+        wanted = [text for text, bound in bounds if bound is not None]
+        if infinite:
+            wanted.insert(0, "a finite number")
         raise GraftuneError(f"{name} is {shown(value)}", where=where, fix=f"it must be {' and '.join(wanted)}")
 
 
