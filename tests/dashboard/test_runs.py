@@ -56,6 +56,13 @@ def test_the_list_and_what_differs(tmp_path: Path) -> None:
     assert other["sentence"] == "training, step 2 of 5 done" and other["tok_s"] == 1000.0
 
 
+def test_folders_whose_names_print_alike_are_different_runs(tmp_path: Path) -> None:
+    for name in (b"a\xff", rb"a\xff"):
+        write_run(tmp_path / os.fsdecode(name), start(3), step(1))
+    found = ask(client(tmp_path), "/api/runs")["runs"]
+    assert sorted(run["id"] for run in found) == [r"a\xff", r"a\xff~"]
+
+
 def test_one_run_in_full(tmp_path: Path) -> None:
     sample = {"event": "sample", "answers": ["<b>x</b>", "y", "scored"], "prompts": ["p", "q", "r"], "shown": 2}
     sample["references"] = ["right"]  # a base that was asked by an earlier version has none

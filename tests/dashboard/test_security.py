@@ -42,6 +42,7 @@ def test_other_pages_and_other_names_are_refused(tmp_path: Path) -> None:
     opened = {"sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate", "sec_fetch_dest": "document"}
     assert status(page, "/", **opened) == 200 and status(page, "/api/runs", **opened) == 403
     assert status(page, method="DELETE") == 405 and status(page, "/api/chat") == 405
+    assert status(page, content_length="99999999") == status(page, content_length="9" * 400) == 413
 
 
 def test_no_script_of_others(tmp_path: Path) -> None:

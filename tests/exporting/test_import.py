@@ -14,17 +14,20 @@ from graftune.api import export
 from graftune.errors import GraftuneError
 from tests.exporting import models
 from tests.exporting.judges import DOCUMENT, gap, in_transformers, opened, ours, shaken
+from tests.support import tiny
 from tests.training.runs import write_data
 
 EXACT = 1e-4
 
 
-def by_peft(base: Path, folder: Path, **settings: Any) -> torch.Tensor:
+def by_peft(base: Path, folder: Path, resize: int = 0, **settings: Any) -> torch.Tensor:
     """PEFT's own adapter with random values, saved by PEFT; returns its log-probabilities."""
     import peft
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if resize:
+        model.resize_token_embeddings(resize, mean_resizing=False)
     config = peft.LoraConfig(**({"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 6} | settings))
     wrapped = peft.get_peft_model(model, config)
     with torch.no_grad():
@@ -112,14 +115,29 @@ def test_an_adapter_for_another_base_is_refused_by_every_format(to: str, base: P
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.few(3)
+@pytest.mark.parametrize("variant", ["qwen2", "llama-untied"])
 @pytest.mark.parametrize("saved", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
-def test_tables_trained_whole_are_refused(saved: list[str], base: Path, tmp_path: Path) -> None:
-    by_peft(base, tmp_path / "a", target_modules=["q_proj"], modules_to_save=saved)
-    said = rf"modules_to_save with a trained {saved[0]}.*merge it with PEFT"
-    with pytest.raises(GraftuneError, match=said):
+def test_tables_trained_whole_are_merged_but_not_trained(saved: list[str], variant: str, tmp_path: Path) -> None:
+    base = models.make_folder(variant, tmp_path / "base")
+    want = by_peft(base, tmp_path / "a", target_modules=["q_proj"], modules_to_save=saved)
+    with pytest.raises(GraftuneError, match=rf"modules_to_save with a trained {saved[0]}.*export it to merged"):
         opened(base, tmp_path / "a")
-    with pytest.raises(GraftuneError, match=said):
+    merged = export(str(tmp_path / "a"), "merged", base=str(base), out=str(tmp_path / "m")).path
+    assert gap(in_transformers(merged), want) < EXACT
+    assert gap(ours(opened(merged)), want) < EXACT
+
+
+def test_added_tokens_of_pefts_own(tmp_path: Path) -> None:
+    base = models.make_folder("llama-untied", tmp_path / "base")
+    size = tiny.VOCAB + 1
+    want = by_peft(base, tmp_path / "a", size, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
+    with pytest.raises(GraftuneError, match="no tokenizer is beside it"):
         export(str(tmp_path / "a"), "merged", base=str(base), out=str(tmp_path / "m"))
+    models.tokenizer().with_tokens(["<new>"]).save(tmp_path / "a")
+    merged = export(str(tmp_path / "a"), "merged", base=str(base), out=str(tmp_path / "m")).path
+    assert gap(in_transformers(merged), want) < EXACT
+    assert opened(merged).tokenizer.encode("<new>") == [tiny.VOCAB]
 
 
 def test_old_rows_that_were_trained_elsewhere_are_not_lost(base: Path, tmp_path: Path) -> None:

@@ -109,6 +109,12 @@ def test_an_end_token_that_is_ordinary_text_stops_nothing() -> None:
     assert re.findall('stop "(.*)"', text) == ["<|endoftext|>", "<|im_end|>"]
 
 
+def test_a_template_with_a_date_is_said() -> None:
+    tokenizer = with_template("{{ strftime_now('%Y') }}" + CHATML + GENERATE)
+    text, notes = modelfile("./x.gguf", None, chat_format(tokenizer, DataConfig()), tokenizer)
+    assert "prints the date" in notes[0] and "prints the date" in text
+
+
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
     "path", sorted((Path(__file__).parents[1] / "fixtures" / "chat_templates").glob("*.jinja")), ids=lambda p: p.stem

@@ -86,6 +86,8 @@ def test_sums_are_fp32_whatever_comes_in(fixed):
     assert sums.count == 4 and len(sums) == 3
     sums.scale_all(0.5)
     sums.scale_all(torch.tensor(0.5))
+    with pytest.raises(GraftuneError, match="not a number"):
+        sums.scale_all(torch.ones(5))
     got = sums.get_and_reset()
     for name, sum_ in want.items():
         assert got[name].dtype == torch.float32 and got[name].shape == sum_.shape

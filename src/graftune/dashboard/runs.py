@@ -202,7 +202,10 @@ def found_runs(root: str) -> dict[str, str]:
         except OSError:
             continue
         if folder != root and any(entry.name == LOG and entry.is_file(follow_symlinks=False) for entry in inside):
-            found[shown_name(os.path.relpath(folder, root))] = folder
+            key = shown_name(os.path.relpath(folder, root))
+            while key in found:  # names that differ only in what cannot be printed
+                key += "~"
+            found[key] = folder
         elif depth < DEEPEST:
             below = [e for e in inside if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]
             waiting += [(entry.path, depth + 1) for entry in below]

@@ -72,6 +72,9 @@ class AccessCheck:
             return _error(403, "requests of other pages are refused")
         if request.method not in ("GET", "HEAD", "POST"):
             return _error(405, "only GET and POST are understood")
+        length = headers.get("content-length", "")
+        if length.isdecimal() and (len(length) > 15 or int(length) > LARGEST_BODY):
+            return _error(413, f"a request may have {LARGEST_BODY >> 20} MiB")
         return None
 
     def _is_own_name(self, host: str) -> bool:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from graftune import tokenizer as tok
 from graftune.errors import GraftuneError
 from graftune.model.families import short_targets
 from graftune.model.frozen import RowSource
@@ -30,7 +31,8 @@ from graftune.weights.safetensors_io import CarriedTensor
 from graftune.weights.streamed import OutputTensor
 
 SAMPLED = 128  # rows of a piece that Survival looks at
-TABLES = ("embed_tokens.weight", "lm_head.weight")
+MODULES = ("embed_tokens", "lm_head")
+TABLES = tuple(f"{module}.weight" for module in MODULES)
 
 
 class Weighted(NamedTuple):
@@ -83,7 +85,7 @@ def merge(base: Base, adapters: Sequence[Weighted]) -> Base:
         return base
     adapters = [Weighted(fitted(a, base.spec, base.tensors), w) for a, w in adapters]
     for adapter, _ in adapters:
-        check_fits(adapter, base)
+        check_fits(_without_whole_tables(adapter), base)
     base = _with_tables(base, [a for a, _ in adapters])
     tensors: dict[str, RowSource] = dict(base.tensors)
     products: dict[str, list[LowRankChange]] = {}
@@ -117,8 +119,8 @@ def adapter_products(adapter: Adapter, weight: float = 1.0) -> dict[str, LowRank
 
 
 def _with_tables(base: Base, adapters: Sequence[Adapter]) -> Base:
-    """The base with the rows of added tokens. At most one adapter may have them: rows of different adapters cannot be
-    added."""
+    """The base with the rows of added tokens, or with fully trained embeddings. At most one adapter may have them,
+    since rows of different adapters cannot be added."""
     bringing = [a for a in adapters if any(table in a.tensors for table in TABLES)]
     if not bringing:
         return base
@@ -127,6 +129,8 @@ def _with_tables(base: Base, adapters: Sequence[Adapter]) -> Base:
             "two of the adapters have their own embeddings", where=str(bringing[1].folder), fix="merge only one"
         )
     adapter = bringing[0]
+    if not adapter.lora.new_tokens:
+        return _with_whole_tables(base, adapter)
     base = with_new_tokens(base, adapter.lora.new_tokens)
     count, new = base.spec.vocab, len(adapter.lora.new_tokens)
     tensors = dict(base.tensors)
@@ -135,6 +139,42 @@ def _with_tables(base: Base, adapters: Sequence[Adapter]) -> Base:
     if base.spec.tied:
         tensors.pop("lm_head.weight", None)
     return dataclasses.replace(base, spec=base.spec.with_vocab(count + new), tensors=tensors)
+
+
+def _without_whole_tables(adapter: Adapter) -> Adapter:
+    """What is added to the base's own weights; an embedding or head that was trained whole takes the place of one."""
+    if adapter.lora.new_tokens:
+        return adapter
+    kept = {name: t for name, t in adapter.tensors.items() if name.partition(".")[0] not in MODULES}
+    return dataclasses.replace(adapter, tensors=kept)
+
+
+def _with_whole_tables(base: Base, adapter: Adapter) -> Base:
+    """Replaces an embedding or head by that of PEFT's modules_to_save, which may have another number of rows."""
+    tables = {name: adapter.tensors[name] for name in TABLES if name in adapter.tensors}
+    rows = {len(table) for table in tables.values()}
+    size, spec, tokenizer = rows.pop(), base.spec, base.tokenizer
+    if rows or any(table.shape[1:] != (spec.width,) for table in tables.values()):
+        raise GraftuneError("its tables are not those of this base", where=str(adapter.folder), fix="give its own base")
+    if size != spec.vocab:
+        if not (adapter.folder / "tokenizer.json").is_file():
+            raise GraftuneError(
+                f"its table has {size} rows, the base {spec.vocab}, and no tokenizer is beside it",
+                where=str(adapter.folder),
+                fix="put its tokenizer.json there",
+            )
+        tokenizer = dataclasses.replace(
+            tok.from_folder(adapter.folder), template=tokenizer.template, template_fault=tokenizer.template_fault
+        )
+        if tokenizer.vocab_size > size or len(tables) < 2:
+            raise GraftuneError("its tables do not fit its tokenizer", where=str(adapter.folder), fix="copy it again")
+    tensors = dict(base.tensors) | {name: TensorRows(table) for name, table in tables.items()}
+    if spec.tied and len(tables) == 2 and torch.equal(*tables.values()):
+        del tensors["lm_head.weight"]
+    elif spec.tied:  # one was trained without the other, so that they are no longer tied
+        tensors.setdefault("lm_head.weight", base.tensors["embed_tokens.weight"])
+        spec = dataclasses.replace(spec, head=dataclasses.replace(spec.head, tied=False))
+    return dataclasses.replace(base, spec=spec.with_vocab(size), tensors=tensors, tokenizer=tokenizer)
 
 
 def combine(adapters: Sequence[Weighted]) -> Adapter:

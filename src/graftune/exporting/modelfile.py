@@ -9,6 +9,7 @@ question, or leaves turns out) the file says that it has no equivalent.
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 from graftune.data.row import Refusal
 from graftune.data.template import ChatFormat, special_tokens, stop_ids
 from graftune.errors import GraftuneError
-from graftune.tokenizer import Tokenizer
+from graftune.tokenizer import ChatTemplate, Tokenizer
 
 START, ANSWER = "start", "answer"  # beside the roles: before the first turn, and where the model goes on
 _CONVERSATIONS = (
@@ -99,6 +100,15 @@ def _inexpressible(why: str) -> GraftuneError:
     return GraftuneError(f"the chat template cannot be written for Ollama: {why}", fix="write TEMPLATE by hand")
 
 
+def prints_dates(form: ChatFormat) -> bool:
+    template = form.renderer
+    if not isinstance(template, ChatTemplate):
+        return False
+    asked = [{"role": "user", "content": "Zq"}]
+    other = template.dated(datetime.datetime(1999, 3, 4))
+    return other.render(asked, add_generation_prompt=True) != template.render(asked, add_generation_prompt=True)
+
+
 def modelfile(
     source: str, adapter: str | None, form: ChatFormat | None, tokenizer: Tokenizer, why: str = "there is no template"
 ) -> tuple[str, tuple[str, ...]]:
@@ -112,6 +122,8 @@ def modelfile(
     else:
         try:
             lines.append(f'TEMPLATE """{recognise(form, tokenizer).go()}"""')
+            if prints_dates(form):
+                notes.append("the chat template prints the date: the Modelfile holds today's")
         except GraftuneError as error:
             notes.append(f"{error.what}; {error.fix}")
     # Ollama compares texts, so only control tokens stop: an end token that is ordinary text (Qwen has "</s>") would cut

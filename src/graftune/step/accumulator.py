@@ -70,6 +70,10 @@ class Accumulator:
     @torch.no_grad()
     def scale_all(self, factor: float | torch.Tensor) -> None:
         """Multiply every sum by a number or by a 0-dim tensor on the device."""
+        if isinstance(factor, torch.Tensor) and factor.dim():
+            raise GraftuneError(
+                f"a factor of shape {tuple(factor.shape)} is not a number", fix="pass a float or a 0-dim tensor"
+            )
         for total in self.sums.values():
             total.mul_(factor)
 

@@ -81,7 +81,7 @@ def check_tables(adapter: Adapter, base: Base) -> None:
             raise GraftuneError(
                 f"the adapter uses modules_to_save with a trained {module}",
                 where=str(adapter.folder),
-                fix="merge it with PEFT and take the result as the base",
+                fix="export it to merged and take that as the base",
             )
 
 
