@@ -229,7 +229,7 @@ def test_what_is_not_finite_is_refused(bad, double):
 @pytest.mark.parametrize("double", [True, False])
 def test_experts_are_one_weight(kernels_on, device, double):
     """Each with the codes and scales that it has alone; those without rows are left out."""
-    parts = [nf4.quantise(weight((256, 64), seed=seed), double=double).to(device) for seed in range(6)]
+    parts = [nf4.quantise(weight((256, 64), seed=seed).to(device), double=double) for seed in range(6)]
     together = nf4.joined(parts)
     assert together is not None and together.shape == (1536, 64)
     want = torch.cat([nf4.dequantise(part) for part in parts])
@@ -239,5 +239,7 @@ def test_experts_are_one_weight(kernels_on, device, double):
     nf4.dequantise(together, out=out[:, :64], used=torch.tensor([0, 4, 4, 9], dtype=torch.int32, device=device))
     assert equal(out[:512, :64], want[:512]) and equal(out[1024:, :64], want[1024:])
     assert bool(out[512:1024].isnan().all())
-    assert nf4.joined([parts[0], nf4.quantise(weight((128, 64)))]) is None, "of other sizes"
-    assert double == (nf4.joined([nf4.quantise(weight((255, 64)), double=double)] * 2) is None), "within a group"
+    assert nf4.joined([parts[0], nf4.quantise(weight((128, 64)).to(device))]) is None, "of other sizes"
+    assert double == (nf4.joined([nf4.quantise(weight((255, 64)).to(device), double=double)] * 2) is None), (
+        "within a group"
+    )
