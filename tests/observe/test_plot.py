@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,24 @@ def test_a_plot_that_cannot_be_made_does_not_stop_the_run(tmp_path: Path) -> Non
 def test_running_mean_is_centred_and_keeps_the_ends() -> None:
     assert running_mean([1.0, 2.0, 3.0, 4.0, 10.0], 3) == [1.0, 2.0, 3.0, 17 / 3, 10.0]
     assert running_mean([], 3) == []
+
+
+def test_figures_of_another_kind_are_left_out(tmp_path: Path) -> None:
+    """A foreign log: the picture and the report are made of what is a number."""
+    log = tmp_path / "metrics.jsonl"
+    odd: tuple[Any, ...] = ("x", {}, [1], True, 10**400, float("nan"), float("inf"))
+    events = [{"event": "run_start", "time": odd[4], "settings": {"clip": float("nan")}}]
+    for step, value in enumerate((2.5, *odd, 2.0), 1):
+        events += [
+            {"event": kind, "step": step, "time": value, "loss": value, "lr": value} for kind in ("step", "eval")
+        ]
+    log.write_text("".join(json.dumps(event) + "\n" for event in events))
+    (tmp_path / "plan.json").write_text('{"bytes": NaN}')
+    plot.loss_plot(tmp_path)
+    assert (tmp_path / "loss.png").read_bytes().startswith(PNG)
+    report.write_report(tmp_path)
+    curves = report.document(tmp_path)["curves"]
+    assert [value for value in curves["values"]["loss"] if value is not None] == [2.5, 2.0]
 
 
 def test_the_name_of_a_run_is_text_in_its_report(tmp_path: Path) -> None:

@@ -129,3 +129,5 @@ def test_what_does_not_fit_is_refused_and_leaves_the_sums():
         free.accumulate("x", torch.ones(3))
     with pytest.raises(GraftuneError, match="y: no gradient"):
         free["y"]
+    with pytest.raises(GraftuneError, match="on meta"):
+        Accumulator(device="meta").accumulate("x", torch.ones(2))

@@ -1,4 +1,4 @@
-"""graftune doctor BASE: what a base is, and why it cannot be trained."""
+"""graftune doctor BASE: what a base is, whether it opens or not."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from graftune.cli import main
+from tests.weights import tiny_gguf
 
 Capture = pytest.CaptureFixture[str]
 
@@ -33,12 +34,29 @@ def test_doctor_explains_a_base(tiny_folder: Any, tmp_path: Path, capsys: Captur
     for flags in ([], ["--json"]):
         assert main(["doctor", str(other), *flags]) == 2
         said = capsys.readouterr()
-        assert said.err.startswith("graftune: ") and said.err.count("\n") == 1
+        assert "mamba" in said.out and said.err.startswith("graftune: ") and said.err.count("\n") == 1
         assert "architecture 'mamba' has Mamba layers, which are not supported" in said.err
     facts = json.loads(said.out)
-    assert not facts["trainable"] and "not supported" in facts["why_not"]
+    assert not facts["trainable"] and "not supported" in facts["why_not"] and facts["weights"].startswith("F32 ")
     assert main(["doctor", str(tmp_path / "nothing")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_doctor_explains_files_that_do_not_open(tmp_path: Path, capsys: Capture) -> None:
+    """Headers still tell something, or nothing; it is one sentence either way."""
+    path = tiny_gguf.write(tmp_path / "m.gguf", metadata={"general.architecture": "mamba", "general.name": "Snake"})
+    assert main(["doctor", str(path), "--json"]) == 2
+    said = capsys.readouterr()
+    facts = json.loads(said.out)
+    assert facts["architecture"] == "mamba" and facts["name"] == "Snake" and "F32" in facts["weights"]
+    assert "architecture 'mamba' has Mamba layers, which are not supported" in said.err and said.err.count("\n") == 1
+    whole = path.read_bytes()
+    for keep in (0, 3, 50, len(whole) // 2):
+        path.unlink()
+        path.write_bytes(whole[:keep])
+        assert main(["doctor", str(path)]) == 2
+        said = capsys.readouterr()
+        assert said.err.count("\n") == 1 and str(path) in said.err
 
 
 def test_doctor_of_an_adapter_names_its_base(tiny_folder: Any, tmp_path: Path, capsys: Capture) -> None:

@@ -52,6 +52,7 @@ LARGEST, LONGEST = 4 << 30, 64 << 20  # bytes of a log (ten million steps have f
 # Fields of a step that are no curve of it; every other number is one, whichever loss or reward reports it.
 NOT_CURVES = ("event", "time", "step", "epoch", "tokens", "response_tokens", "micro_batches", "tflops", "host_idle")
 MOST_CURVES = 64
+_NUMBERS = ("loss", "lr", "grad_norm", "tok_s")  # of steps and evaluations, where whoever reads them computes
 
 
 class EventLog:
@@ -130,7 +131,13 @@ def latest(events: list[Event], kind: str) -> list[Event]:
     """
     found = standing([e for e in events if e["event"] in (kind, *BEGINNINGS)])
     by_step = {step: e for e in found if e["event"] == kind and (step := step_of(e)) is not None}
-    return [by_step[step] for step in sorted(by_step)]
+    return [_with_numbers(by_step[step]) for step in sorted(by_step)]
+
+
+def _with_numbers(event: Event) -> Event:
+    """The event with null for every field that should be a number and is not, as in a log that someone has edited."""
+    odd = [name for name in _NUMBERS if event.get(name) is not None and number(event[name]) is None]
+    return {**event, **dict.fromkeys(odd)} if odd else event
 
 
 def whole(value: object) -> int | None:

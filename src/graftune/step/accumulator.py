@@ -21,6 +21,7 @@ class Accumulator:
     def __init__(self, shapes: Mapping[str, Sequence[int]] | None = None, device: torch.device | str | None = None):
         self.fixed = shapes is not None
         self.counts: Counter[str] = Counter()  # accumulations since the last reset
+        self.device = None if device is None else torch.empty(0, device=device).device  # None: that of a gradient
         self.sums = {name: torch.zeros(tuple(shape), device=device) for name, shape in (shapes or {}).items()}
 
     @property
@@ -34,7 +35,7 @@ class Accumulator:
     def __getitem__(self, name: str) -> torch.Tensor:
         """The running sum itself, not a copy."""
         if name not in self.sums:
-            known = ", ".join(self.sums) or "none yet"
+            known = ", ".join(list(self.sums)[:4]) + (", ..." if len(self.sums) > 4 else "") or "none yet"
             raise GraftuneError("no gradient has this name", where=name, fix=f"there are: {known}")
         return self.sums[name]
 
@@ -47,10 +48,11 @@ class Accumulator:
             name = {name: grad}
         for key, value in name.items():
             total = self[key] if self.fixed else self.sums.get(key, value)
-            if (total.shape, total.device) != (value.shape, value.device):
+            device = total.device if key in self.sums else self.device or value.device
+            if (total.shape, device) != (value.shape, value.device):
                 raise GraftuneError(
                     f"a gradient of shape {tuple(value.shape)} on {value.device} does not fit a sum of shape "
-                    f"{tuple(total.shape)} on {total.device}",
+                    f"{tuple(total.shape)} on {device}",
                     where=key,
                     fix="accumulate gradients of one shape and device under a name",
                 )

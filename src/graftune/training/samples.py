@@ -57,7 +57,8 @@ class SampleQuestions(Questions):
 
     def known(self, event: Mapping[str, Any]) -> list[str]:
         """The answers to exactly these questions in an event of the log; none if it holds others."""
-        return list(event.get("answers") or []) if event.get("questions") == self.digest else []
+        answers = event.get("answers") if event.get("questions") == self.digest else None
+        return answers if isinstance(answers, list) and len(answers) == len(self.questions) else []
 
     def show(self, console: Console, before: Sequence[str], after: Sequence[str]) -> dict[str, Any]:
         """Print base and tuned answers side by side, and return their scores. `before` may be empty."""

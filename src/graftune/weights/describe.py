@@ -1,9 +1,10 @@
-"""Describes a base for `graftune doctor BASE`, and says whether it can be trained."""
+"""Describes a base for `graftune doctor BASE`, and says whether it can be trained. Of a base that does not open, what
+its headers tell is shown beside the reason."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from graftune.settings.sections import DataConfig
 from graftune.tokenizer import Tokenizer
 from graftune.weights.adapter import is_adapter, load_adapter
 from graftune.weights.base import Base, open_base
+from graftune.weights.gguf_io import read_gguf
+from graftune.weights.opening import read_json
+from graftune.weights.safetensors_io import open_folder
 
 Facts = dict[str, Any]
 
@@ -28,8 +32,35 @@ def describe(name: str, revision: str = "") -> tuple[Facts, Base | None, Graftun
             return _of_adapter(name, adapter)
         base = open_base(name, revision)
     except GraftuneError as error:
-        return {"adapter" if adapter else "base": name} if name else {}, None, error
+        headers = {} if adapter else _from_headers(path)
+        return {"adapter" if adapter else "base": name, **headers} if name else {}, None, error
     return base_facts(base), base, None
+
+
+def _from_headers(path: Path) -> Facts:
+    """Architecture and types of the weights, as far as they can be read."""
+    found: Facts = {}
+    try:
+        if path.is_file():
+            found["bytes"] = path.stat().st_size
+            file = read_gguf(path)
+            found |= {key: file.metadata.get(f"general.{key}") for key in ("name", "architecture", "type")}
+            found["part"] = _part(file.metadata)
+            found["weights"] = _weights((t.dtype_name, t.nbytes) for t in file.tensors.values())
+        elif path.is_dir():
+            config = read_json(path / "config.json", "copy it again") if (path / "config.json").is_file() else {}
+            quantised = config.get("quantization_config")
+            method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+            found |= {"architecture": config.get("model_type"), "quantised by": method}
+            found["weights"] = _weights((t.dtype_name, t.nbytes) for t in open_folder(path).values())
+    except (GraftuneError, OSError):
+        pass  # the reason for which it does not open is said anyway
+    return {key: value if type(value) is int else str(value) for key, value in found.items() if value}
+
+
+def _part(metadata: Mapping[str, Any]) -> str:
+    count = metadata.get("split.count")
+    return f"{metadata.get('split.no')} of {count}" if count else ""
 
 
 def _of_adapter(name: str, place: Path) -> tuple[Facts, None, GraftuneError]:
