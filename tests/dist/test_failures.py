@@ -125,7 +125,7 @@ def test_a_bug_on_one_rank_keeps_its_traceback(launcher: Launcher, base: Path, d
     assert ended.sentences == ["graftune: rank 1: ArithmeticError: one rank computes nonsense"]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("what", ["settings", "data", "version", "missing", "port", "device"])
 def test_what_does_not_fit_is_refused_by_all(launcher: Launcher, base: Path, data: Path, what: str) -> None:
     out = launcher.root / f"other {what}"

@@ -72,7 +72,7 @@ UNEVEN = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", UNEVEN)
 def test_modules_that_differ_get_one_rank(kind: str, base: Path, tmp_path: Path) -> None:
     """Loaded, merged and written again, by all of which PEFT's own log-probabilities come out; and trained on."""

@@ -87,7 +87,7 @@ def trained(folder: Path, out: Path, **settings: Any) -> Path:
     return run.save(out)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("variant", "shard"), [*((variant, "1GB") for variant in VISION), ("qwen3_vl", "20KB"), ("gemma3-vision", "20KB")]
 )
@@ -219,8 +219,7 @@ def with_peft(model: Any, adapter: Path) -> Any:
     return wrapped.eval()
 
 
-@pytest.mark.few(3)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("variant", "settings"),
     [*((variant, {}) for variant in VISION), ("gemma3-vision", {"targets": "qv", "train_norms": True})],

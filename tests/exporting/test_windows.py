@@ -54,7 +54,7 @@ class Warned:
         self.console.warn = self.texts.append  # type: ignore[method-assign]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_window_comes_back(variant: str, folder: Any, tmp_path: Path) -> None:
     model, warned = folder(variant), Warned()

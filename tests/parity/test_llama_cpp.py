@@ -3,7 +3,7 @@
 llama.cpp rounds activations to 8 bits, so logits cannot be equal; the token they pick nearly always is. It writes an
 answer greedily and one drawn at temperature 0.8, so that it leaves the well-trodden path; it names its top token at
 each position, and we are led along the same text and name ours. The two answers share a prompt, which llama.cpp then
-reads once. It takes 23 ms a token, so of the questions a few are asked; GRAFTUNE_EXAMPLES=1000 asks all, which are
+reads once. It takes 23 ms a token, so a few of PLAIN are asked; GRAFTUNE_EXAMPLES=1000 asks all, which are
 1,000 positions of PLAIN.
 """
 
@@ -66,12 +66,10 @@ PLAIN = (
     "Repeat this sentence: The museum opens on Tuesday and closes on Sunday.",
 )
 # Share of equal top tokens; of answers equal over FIRST tokens. The few questions of a quick run allow for more noise.
-LIMITS = {"open": (0.95, 0.4), "plain": (0.97, 0.75)} if THOROUGH else {"open": (0.9, 0.4), "plain": (0.95, 0.5)}
-GREEDY = (
-    {"open": 16, "plain": 40} if THOROUGH else {"open": 10, "plain": 10}
-)  # tokens of an answer; plain ones end early
+LIMITS = {"open": (0.95, 0.4), "plain": (0.97, 0.75)} if THOROUGH else {"plain": (0.95, 0.5)}
+GREEDY = {"open": 16, "plain": 40 if THOROUGH else 10}  # tokens of an answer; plain ones end early
 DRAWN = {"open": 10, "plain": 30 if THOROUGH else 16}
-LEAST = {"open": 250, "plain": 1000} if THOROUGH else {"open": 36, "plain": 60}  # positions
+LEAST = {"open": 250, "plain": 1000 if THOROUGH else 60}  # positions
 FIRST = 16 if THOROUGH else 10  # tokens of our own greedy answers
 
 
@@ -87,8 +85,7 @@ class Written:
 
 @pytest.fixture(scope="module")
 def prompts(smollm2_ours: oracle.Ours) -> dict[str, list[list[int]]]:
-    every = {"open": 1, "plain": 1} if THOROUGH else {"open": 5, "plain": 7}
-    asked = {kind: questions[:: every[kind]] for kind, questions in (("open", OPEN), ("plain", PLAIN))}
+    asked = {"open": OPEN, "plain": PLAIN} if THOROUGH else {"plain": PLAIN[::7]}
     encode = smollm2_ours.base.tokenizer.encode
     turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     return {kind: [encode(turn.format(question)) for question in questions] for kind, questions in asked.items()}
@@ -125,8 +122,7 @@ def written(smollm2: Path, prompts: dict[str, list[list[int]]]) -> dict[str, tup
     return {kind: answers(kind) for kind in prompts}
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("kind", ["open", "plain"])
+@pytest.mark.parametrize("kind", LIMITS)
 def test_top_tokens(
     smollm2_ours: oracle.Ours, written: dict[str, tuple[list[Written], list[Written]]], kind: str
 ) -> None:

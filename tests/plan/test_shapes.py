@@ -77,7 +77,7 @@ def described(made: Any) -> Any:
     return [described(one) for one in made] if isinstance(made, (list, tuple)) else made
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")
 @pytest.mark.parametrize("name", SETUPS)
 def test_rules_are_torchs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ def rule_texts() -> list[str]:
     return [*(TELLING if THOROUGH else TELLING[:1]), MARKS[0].join([*TELLING, *texts])]
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(9)
 @pytest.mark.parametrize("name", RULES)
 def test_pre_tokenizers(name: str, by_rule: Callable[[str], tuple[Tokenizer, LlamaCpp]], rule_texts: list[str]) -> None:
     ours, judge = by_rule(name)

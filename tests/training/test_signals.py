@@ -51,7 +51,7 @@ def straight(tiny_folder, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(config, console=QUIET).folder
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("phase", ["micro-batch", "evaluation", "answers"])
 def test_what_takes_too_long_after_a_signal_is_given_up(
     phase: str, straight: Path, tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

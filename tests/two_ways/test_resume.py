@@ -90,6 +90,7 @@ def test_the_straight_run_takes_every_path(bench: Bench) -> None:
     bench.check(again)
 
 
+@pytest.mark.thorough  # test_killed_at has chosen moments
 def test_kill_nine_at_random_moments(bench: Bench) -> None:
     """The short form of tests/soak/soak_kills.py: about half of the kills hit a resume, some an export. On a busy
     machine five kills may hit one phase only; every phase is hit on purpose below."""
@@ -111,7 +112,7 @@ PLACES = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("place", PLACES)
 def test_killed_at(bench: Bench, place: str) -> None:
     run = bench.root / "at" / place.replace(" ", "-")
@@ -158,6 +159,7 @@ def test_resuming_a_finished_run_is_harmless(bench: Bench, tmp_path: Path) -> No
     assert before == after
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_and_says_how_to_go_on(bench: Bench, number: signal.Signals) -> None:
     run = bench.root / f"signal {number.name}"

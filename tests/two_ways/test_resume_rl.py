@@ -78,7 +78,7 @@ def test_the_straight_run_takes_every_path(killed: Killed) -> None:
     assert [e["step"] for e in log["eval"]] == [0, 2, 4] and all(e["tokens"] > 64 for e in log["step"])
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("place", PLACES)
 def test_killed_and_resumed_is_straight(killed: Killed, place: str, tmp_path: Path) -> None:
     save_every, first, *rest = PLACES[place]
