@@ -224,8 +224,9 @@ def random_llama(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
     model.tie_weights()
     torch.manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
-            _fill(parameter)
+        offsets = _offsets(shape)
+        for name, parameter in model.named_parameters():
+            _fill(parameter, offsets.get(name, 0.0))
         for name, buffer in model.named_buffers():  # Gemma 4's, which have no storage either
             if name.endswith(("layer_scalar", "embed_scale")):
                 buffer.fill_(1.0 if name.endswith("layer_scalar") else shape.width**0.5)
@@ -252,11 +253,12 @@ def nf4_llama(case: Case, device: torch.device) -> Any:
         )
 
 
-def _fill(parameter: torch.Tensor) -> None:
+def _fill(parameter: torch.Tensor, offset: float) -> None:
+    """`offset`: what a norm adds to its weight (Qwen3.5, Gemma)."""
     if parameter.dim() > 1:
         parameter.normal_(0.0, 0.02)
     else:
-        parameter.fill_(1.0)  # norms
+        parameter.fill_(1.0 - offset)
 
 
 def _settings(shape: Shape) -> dict[str, Any]:
@@ -281,9 +283,10 @@ def write_folder(shape: Shape, folder: Path, device: torch.device) -> None:
         index.update(dict.fromkeys(shards[-1], name))
         shards[-1].clear()
 
+    offsets = _offsets(shape)
     for name, size in _tensors(shape).items():
         tensor = torch.empty(size, dtype=torch.bfloat16, device=device)
-        _fill(tensor)
+        _fill(tensor, offsets[name])
         shards[-1][name] = tensor
         held, total = held + tensor.nbytes, total + tensor.nbytes
         if held > SHARD:
@@ -333,6 +336,11 @@ def write_folder(shape: Shape, folder: Path, device: torch.device) -> None:
 def _tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
     """Hugging Face's names and sizes of every weight."""
     return {names.TEXT.of(name): size for name, size in tensor_shapes(from_config(shape.settings, shape.name))}
+
+
+def _offsets(shape: Shape) -> dict[str, float]:
+    spec = from_config(shape.settings, shape.name)
+    return {names.TEXT.of(name): spec.norm_offset(name) for name, _ in tensor_shapes(spec)}
 
 
 if __name__ == "__main__":
