@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from graftune.api import export
 from graftune.data.pack import pack
 from graftune.kernels import attention
 from graftune.settings.sections import LoraConfig
 from graftune.step.pipeline import DevicePipeline
 from graftune.step.step import Step
+from tests.exporting import models
 from tests.gpu.test_step import SHAPE, documents_stay_apart, examples, never_waits, run
 from tests.support import moe, oracle
 
@@ -23,6 +25,16 @@ LORA = LoraConfig(rank=4, alpha=8.0, targets=("all_linear",))
 @pytest.fixture(scope="module", params=["qwen3_moe", *moe.NEWER, "gpt_oss-mxfp4"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return moe.make_folder(request.param, tmp_path_factory.mktemp("moe") / request.param)
+
+
+@pytest.fixture(scope="module", params=["Q8_0", "Q4_K_M"])
+def blocks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture in the blocks of a GGUF."""
+    pytest.importorskip("gguf", reason="the gguf package is not installed: no GGUF file is written here")
+    made = tmp_path_factory.mktemp("blocks")
+    folder = moe.make_folder("qwen3_moe-wide", made / "folder")
+    models.tokenizer().save(folder)
+    return export(folder, "gguf", kind=request.param, out=made / "m.gguf").path
 
 
 def ready(folder: Path, compute: torch.dtype, graph: bool, base_dtype: str = "fp32"):
@@ -39,6 +51,10 @@ def ready(folder: Path, compute: torch.dtype, graph: bool, base_dtype: str = "fp
 
 @pytest.mark.parametrize("base_dtype", ["fp32", "nf4", "keep"])
 def test_gradients_equal_the_cpus(base_dtype, folder):
+    gradients_equal_the_cpus(base_dtype, folder)
+
+
+def gradients_equal_the_cpus(base_dtype: str, folder: Path) -> None:
     ours, step, _ = ready(folder, torch.float32, False, base_dtype)
     step.micro_step(pack(examples(1, 20, 33, 5), **SHAPE).to(torch.device("cuda")))
     cpu = oracle.ours(folder, LORA, base_dtype=base_dtype)
@@ -56,6 +72,10 @@ def test_gradients_equal_the_cpus(base_dtype, folder):
     [(torch.float32, "fp32"), (torch.bfloat16, "fp32"), (torch.bfloat16, "nf4"), (torch.bfloat16, "keep")],
 )
 def test_captured_is_eager_bit_for_bit(compute, base_dtype, folder, deterministic):
+    captured_is_eager(compute, base_dtype, folder)
+
+
+def captured_is_eager(compute: torch.dtype, base_dtype: str, folder: Path) -> None:
     found = []
     for graph in (True, False):
         ours, _, loop = ready(folder, compute, graph, base_dtype)
@@ -66,6 +86,12 @@ def test_captured_is_eager_bit_for_bit(compute, base_dtype, folder, deterministi
         assert loop.captures == (1 if graph else 0)
     (figures, weights), (figures_, weights_) = found
     assert figures == figures_ and torch.equal(weights, weights_)
+
+
+def test_experts_in_the_blocks_of_a_gguf(blocks, deterministic):
+    gradients_equal_the_cpus("keep", blocks)
+    captured_is_eager(torch.bfloat16, "keep", blocks)
+    never_waits(ready(blocks, torch.bfloat16, True, "keep")[2])
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
