@@ -50,7 +50,7 @@ GOALS: dict[str, dict[str, float]] = {
     "9b-4x2048": {"floor": 1.2, "best_peer": 1.0},
     "9b-1x2048-full": {"peak_gib": 19.55},
     "30ba3b-4x2048": {"floor": 1.35},
-    "30ba3b-l24-4x2048": {"best_peer": 2.0},  # of 48 layers, for which PEFT has no room (108.9 GiB for these)
+    "30ba3b-l24-4x2048": {"best_peer": 2.0},  # of 48, which no peer was asked for (PEFT takes 108.9 GiB for these)
     "30ba3b-nf4-4x2048": {"ours@30ba3b-4x2048": 1.2},
     "30ba3b-attention-1x2048-full": {"peak_gib": 58.6},
     "30ba3b-nf4-attention-1x2048-full": {"peak_gib": 18.6},

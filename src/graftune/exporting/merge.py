@@ -24,6 +24,7 @@ from graftune.model.frozen.interface import DTYPES, TensorRows
 from graftune.model.lora import scaling
 from graftune.settings.sections import LoraConfig
 from graftune.weights import experts
+from graftune.weights.adapter_fit import TABLES as MODULES
 from graftune.weights.adapter_fit import Adapter, check_fits, fitted
 from graftune.weights.base import Base, with_new_tokens
 from graftune.weights.rows import Over, Reordered, RowRange
@@ -31,7 +32,6 @@ from graftune.weights.safetensors_io import CarriedTensor
 from graftune.weights.streamed import OutputTensor
 
 SAMPLED = 128  # rows of a piece that Survival looks at
-MODULES = ("embed_tokens", "lm_head")
 TABLES = tuple(f"{module}.weight" for module in MODULES)
 
 
@@ -142,7 +142,7 @@ def _with_tables(base: Base, adapters: Sequence[Adapter]) -> Base:
 
 
 def _without_whole_tables(adapter: Adapter) -> Adapter:
-    """What is added to the base's own weights; an embedding or head that was trained whole takes the place of one."""
+    """The adapter without an embedding or head that was trained whole: these replace the base's own."""
     if adapter.lora.new_tokens:
         return adapter
     kept = {name: t for name, t in adapter.tensors.items() if name.partition(".")[0] not in MODULES}

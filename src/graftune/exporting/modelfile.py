@@ -100,7 +100,8 @@ def _inexpressible(why: str) -> GraftuneError:
     return GraftuneError(f"the chat template cannot be written for Ollama: {why}", fix="write TEMPLATE by hand")
 
 
-def prints_dates(form: ChatFormat) -> bool:
+def _prints_date(form: ChatFormat) -> bool:
+    """Whether the template writes the day on which it is rendered."""
     template = form.renderer
     if not isinstance(template, ChatTemplate):
         return False
@@ -122,7 +123,7 @@ def modelfile(
     else:
         try:
             lines.append(f'TEMPLATE """{recognise(form, tokenizer).go()}"""')
-            if prints_dates(form):
+            if _prints_date(form):
                 notes.append("the chat template prints the date: the Modelfile holds today's")
         except GraftuneError as error:
             notes.append(f"{error.what}; {error.fix}")
