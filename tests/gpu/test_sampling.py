@@ -120,18 +120,22 @@ def test_sampled_log_probabilities_are_close_to_recomputed_ones(kind: str) -> No
     assert float(torch.cat(off).mean()) < 0.005
 
 
-def test_20_000_draws_of_a_large_vocabulary() -> None:
+@pytest.mark.parametrize(("mode", "top_k", "top_p"), [("whole", 0, 1.0), ("limited", 200, 1.0), ("limited", 0, 0.7)])
+def test_20_000_draws_of_a_large_vocabulary(mode: str, top_k: int, top_p: float) -> None:
     logits = torch.randn(151_936, device="cuda") * 3
-    settings = draw.DrawSettings.of(1.0, 0, 1.0, 1, CUDA)
+    settings = draw.DrawSettings.of(1.0, top_k, top_p, 1, CUDA)
     samples = torch.arange(20_000, device="cuda")
     found = torch.cat(
         [
-            draw.draw(logits.expand(500, -1).contiguous(), "whole", settings, some, some * 0).tokens
+            draw.draw(logits.expand(500, -1).contiguous(), mode, settings, some, some * 0).tokens
             for some in samples.split(500)
         ]
     )
-    want = torch.softmax(logits.double(), -1)
-    order = want.argsort(descending=True)
+    shares, order = torch.softmax(logits.double(), -1).sort(descending=True)
+    shares[top_k or len(shares) :] = 0
+    shares *= shares.cumsum(0) - shares < top_p * shares.sum()
+    want = torch.zeros_like(shares).index_copy_(0, order, shares / shares.sum())
+    assert want[found].all(), "a token that top-k or top-p leaves out"
     bins = torch.empty_like(order)
     bins[order] = (want[order].cumsum(0) * 100).long().clamp(max=99)  # a hundred bins of about equal weight
     expected = torch.zeros(100, dtype=torch.float64, device="cuda").index_add_(0, bins, want) * 20_000

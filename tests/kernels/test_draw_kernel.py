@@ -69,12 +69,12 @@ def kept_of(logits: torch.Tensor, top_k: int, top_p: float, temperature: float) 
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[0] != "greedy"], ids=str)
-def test_frequencies_are_those_of_the_distribution(case: tuple[str, float, int, float]) -> None:
+def test_frequencies_are_those_of_the_distribution(device: str, case: tuple[str, float, int, float]) -> None:
     """Chi-square over 20,000 draws; its 0.9999 quantile bounds what chance makes of it."""
     temperature, top_k, top_p = case[1:]
     logits = torch.randn(50, generator=torch.Generator().manual_seed(5)) * 2
     want = kept_of(logits, top_k, top_p, temperature)
-    counts = torch.bincount(drawn(logits.expand(20_000, -1), *case).tokens, minlength=50).double()
+    counts = torch.bincount(drawn(logits.to(device).expand(20_000, -1), *case).tokens.cpu(), minlength=50).double()
     assert not counts[want == 0].any()
     expected = 20_000 * want[want > 0]
     rare = expected < 5  # pooled, as the test requires
