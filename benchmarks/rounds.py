@@ -1,6 +1,7 @@
 """Rounds of reinforcement learning: sample answers, reward them, train on all of them.
 
     python benchmarks/rounds.py [8b 8b-nf4 1b ...] [--who ours,trl] [--prompts 8] [--group 8] [--json FILE]
+    python benchmarks/rounds.py 8b-nf4 --who ours --prompts 1 --prompt 256 --new 1024 --micro 2048 --recompute selective
 
 Prompts and answers have 512 tokens, weights are random, and no token ends an answer. The reward is the share of even
 tokens, so that answers of a group differ. `trl` is TRL's GRPOTrainer with PEFT and transformers' `generate`, with its
@@ -55,7 +56,11 @@ def reward(tokens: list[int]) -> float:
 
 def ours(case: cases.Case, device: torch.device, options: Any) -> dict[str, Any]:
     base = dataclasses.replace(base_of(case, device), tokenizer=Tokenizer(words()))
-    session = opened(case, device, base=base, loss="ppo", lr=1e-5)
+    how = {"recompute": options.recompute} if options.recompute else {}
+    how |= {"tokens_per_micro_batch": options.micro} if options.micro else {}
+    session = opened(case, device, base=base, loss="ppo", lr=1e-5, **how)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)  # a random base is made in bf16
     phases: list[tuple[float, float]] = []
     for number in range(options.rounds):
         prompts, began = texts(options.prompts, options.prompt, number), time.perf_counter()
@@ -139,6 +144,8 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=512)
+    parser.add_argument("--micro", type=int, default=0, help="tokens of our micro-batches; default: one group")
+    parser.add_argument("--recompute", default="", help="our policy; default: none")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", default="", help="a GPU's record, or - to print")
     parser.add_argument("--commit", default="", help="where there is no .git to ask")

@@ -334,16 +334,25 @@ def test_an_8b_in_nf4_samples_and_trains_on_12_gib() -> None:
     from benchmarks.random_bases import base_of
 
     from graftune.infer.cache import CACHE, Request
-    from graftune.losses import choose
-    from graftune.plan import any_data, best, runtime_for
+    from graftune.plan import best, runtime_for
+    from graftune.training.prepare import training_job
 
     case, longest, memory = parse("8b-nf4-4x2048"), 256 + 1024, 12 << 30
     asked = {"recompute": "selective", "tokens_per_micro_batch": 2048, "loss": "ppo", "max_seq_len": longest}  # as auto
     config = case.config(torch.device("cuda"), **asked)
     runtime, card = runtime_for(config, memory)
-    made = job.Job(config, base_of(case, runtime.device), runtime, longest, any_data(longest), card, memory)
-    made.loss, made.sampled, made.evaluates = choose(config.train), (Request(256, longest, 8),), False
-    made.layout = made.loss.layout(())
+    about, sampled = (config, base_of(case, runtime.device), runtime, card, memory, longest, None), (256, longest, 8)
+    made = training_job(*about, evaluates=False, sampled=(Request(*sampled),))
     plan = best(made)
     assert plan.fits and plan.needed + job.CONTEXT_BYTES <= memory and made.at_once == 8
     assert 1 << 30 <= plan.bytes.owners[CACHE] < 1.1 * (1 << 30), "the prompt is there once"
+
+
+def test_a_micro_batch_of_a_small_round_is_planned_as_the_round() -> None:
+    from graftune.infer.cache import Request
+    from graftune.plan import any_data, round_data
+
+    shape = round_data((Request(30, 40, 8), Request(20, 30, 8)), 40)
+    small, half = shape(4096), shape(512)
+    assert small.capacity == 1024 and small.max_rows == 256 and small.longest == 64  # 560 tokens, 160 of them drawn
+    assert half == any_data(40)(512)._replace(max_rows=256)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from graftune.plan.cards import Card
 from graftune.plan.cards import Model as CardModel
 from graftune.plan.choose import best, furthest, largest, nearest, policies_of, refusal, resolve_auto
-from graftune.plan.job import Job, Plan, any_data, card_here, is_absent, runtime_for
+from graftune.plan.job import Job, Plan, any_data, card_here, is_absent, round_data, runtime_for
 from graftune.plan.rehearse import Bytes, Setup, rehearse
 
 __all__ = [
@@ -36,5 +36,6 @@ __all__ = [
     "refusal",
     "rehearse",
     "resolve_auto",
+    "round_data",
     "runtime_for",
 ]

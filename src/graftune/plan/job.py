@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from graftune.arithmetic import ceil_div
+from graftune.arithmetic import ceil_div, power_of_two
 from graftune.batch import PLAIN, BatchLayout, Example
-from graftune.data.pack import TILE, Capacities, ahead_capacities
+from graftune.data.pack import TILE, Capacities, ahead_capacities, whole_tiles
 from graftune.errors import GraftuneError
 from graftune.infer.cache import CacheShape, Request, cache_capacity
 from graftune.kernels.rehearsal import META, Launched, Rehearsal, rehearsing
@@ -349,5 +349,18 @@ def any_data(longest: int) -> Callable[[int], Capacities]:
         tokens = ceil_div(max(capacity, longest), TILE) * TILE
         bound = min(tokens, ceil_div(longest, TILE) * TILE)
         return Capacities(tokens, ceil_div(tokens, bound), tokens, bound)
+
+    return shape
+
+
+def round_data(sampled: Sequence[Request], longest: int) -> Callable[[int], Capacities]:
+    """The worst case of a round of reinforcement learning: a micro-batch never has more tokens than all samples."""
+    tokens = power_of_two(sum(one.samples * one.final for one in sampled))
+    drawn = power_of_two(whole_tiles(sum(one.samples * (one.final - one.prompt) for one in sampled)))
+    whole = any_data(longest)
+
+    def shape(capacity: int) -> Capacities:
+        found = whole(min(capacity, tokens))
+        return found._replace(max_rows=min(found.max_rows, drawn))
 
     return shape

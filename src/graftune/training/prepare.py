@@ -35,7 +35,7 @@ from graftune.kernels.warm import Warming
 from graftune.losses import LOSSES, Loss, choose
 from graftune.observe.console import Console
 from graftune.observe.memory import forget_earlier_runs, forget_peak, human_bytes
-from graftune.plan import Card, CardModel, Job, Plan, any_data, is_absent, resolve_auto, runtime_for
+from graftune.plan import Card, CardModel, Job, Plan, any_data, is_absent, resolve_auto, round_data, runtime_for
 from graftune.run_folder import adapter_folder, with_adapter
 from graftune.runtime import Runtime, set_up
 from graftune.session import Parts, check_method, check_recompute, loader_of, open_session, reader_of
@@ -331,18 +331,20 @@ def training_job(
     layout: BatchLayout | None = None,
     validation: Sequence[Example] = (),
     ranks: int = 0,
+    sampled: tuple[Request, ...] = (),
     **more: Any,
 ) -> Job:
-    """Training as something to plan: in the shapes of its data, or (None) in the largest that the settings allow.
-    `longest`: tokens that a micro-batch has to hold at least. `more` are fields of the job."""
+    """Training as something to plan: in the shapes of its data, or (None) in those of the samples of a round or the
+    largest that the settings allow. `longest`: tokens that a micro-batch has to hold at least. `more` are fields of
+    the job."""
     check_recompute(config.train.recompute, runtime.device)
     loss = loss or choose(config.train)
     layout = layout or loss.layout(() if training is None else training)
-    shapes, tokens = any_data(longest), 0
+    shapes, tokens = round_data(sampled, longest) if sampled else any_data(longest), 0
     if training is not None:
         epochs, tokens = math.ceil(config.train.epochs), distinct_tokens(training, validation)
         shapes = functools.cache(lambda size: loader_of(config, training, size, layout=layout).capacities(epochs))
-    job = Job(config, base, runtime, longest, shapes, card, memory, tokens=tokens, ranks=ranks, **more)
+    job = Job(config, base, runtime, longest, shapes, card, memory, tokens=tokens, ranks=ranks, sampled=sampled, **more)
     job.loss, job.layout, job.training, job.validation = loss, layout, training, validation
     if layout.ahead is not None:
         job.longest_ahead = 2 * longest if training is None else layout.ahead.longest(training)
@@ -370,8 +372,9 @@ def plan_session(
     training = None if data is None else data.examples
     longest = config.data.max_seq_len if training is None else largest(training, layout)
     planned = auto.with_step_tokens(config, base.spec.parameters)
-    job = training_job(planned, base, parts.runtime, card, free, longest, training, loss=parts.loss, layout=layout)
-    job.sampled, job.evaluates, job.process = sampled, not sampled, process  # with samples, evaluations sample too
+    about = planned, base, parts.runtime, card, free, longest, training
+    job = training_job(*about, loss=parts.loss, layout=layout, sampled=sampled)
+    job.evaluates, job.process = not sampled, process  # with samples, evaluations sample too
     job.placement = placed = parts.placement.fixed  # the frozen weights are already there
     job.places = [(placed.on_host, placed.ranks)]
     with compiled_ahead(device, parts.say) as job.launched:
