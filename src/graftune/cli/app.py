@@ -15,30 +15,17 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, TextIO
 
 from cyclopts import App
 
 from graftune import __version__
-from graftune.cli.chat import chat
 from graftune.cli.command_line import CommandLine, read_line
-from graftune.cli.data import data
-from graftune.cli.doctor import doctor
-from graftune.cli.eval import evaluate
-from graftune.cli.export import export
 from graftune.cli.failures import explained
 from graftune.cli.help import every_setting, help_of
-from graftune.cli.import_file import import_file
-from graftune.cli.init import init
-from graftune.cli.plan import plan
-from graftune.cli.profile import profile
-from graftune.cli.rl import rl
-from graftune.cli.runs import runs
-from graftune.cli.schema import completion, schema
-from graftune.cli.train import train
-from graftune.cli.watch import watch
+from graftune.cli.schema import completion
 from graftune.errors import GraftuneError, one_line
 from graftune.observe.console import Console
 from graftune.ranks import from_environment
@@ -54,25 +41,25 @@ app = App(
     version_flags=["--version"],
     suppress_keyboard_interrupt=False,  # main handles it
 )
-COMMANDS: dict[str, Callable[..., Any]] = {
-    "init": init,
-    "train": train,
-    "rl": rl,
-    "chat": chat,
-    "eval": evaluate,
-    "data": data,
-    "plan": plan,
-    "profile": profile,
-    "export": export,
-    "import": import_file,
-    "watch": watch,
-    "runs": runs,
-    "doctor": doctor,
-    "schema": schema,
-    "completion": functools.partial(completion, app),
+COMMANDS = {  # where each function is: its module is imported when its command is called, or asked for help
+    "init": "init:init",
+    "train": "train:train",
+    "rl": "rl:rl",
+    "chat": "chat:chat",
+    "eval": "eval:evaluate",
+    "data": "data:data",
+    "plan": "plan:plan",
+    "profile": "profile:profile",
+    "export": "export:export",
+    "import": "import_file:import_file",
+    "watch": "watch:watch",
+    "runs": "runs:runs",
+    "doctor": "doctor:doctor",
+    "schema": "schema:schema",
 }
-for _name, _command in COMMANDS.items():
-    app.command(_command, name=_name, **help_of(_name))
+for _name, _place in COMMANDS.items():
+    app.command(f"graftune.cli.{_place}", name=_name, **help_of(_name))
+app.command(functools.partial(completion, app), name="completion", **help_of("completion"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,6 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(note, file=sys.stderr)
         if line.verbose:
             logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(name)s: %(message)s")
+        if line.arguments in ([], ["--help"], ["-h"]):  # the list of commands has the first line of each one's text
+            for name in COMMANDS:
+                _ = app[name]
         with warnings.catch_warnings(), every_setting(line.help_all):
             if not line.verbose:
                 warnings.showwarning = _show_warning
