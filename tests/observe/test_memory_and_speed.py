@@ -33,17 +33,18 @@ def test_the_tightest_cgroup_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (proc / "self").mkdir(parents=True)
     (proc / "self/cgroup").write_text("0::/outer/inner\n" if version == 2 else "4:memory:/outer/inner\n3:cpu:/x\n")
     (proc / "meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable: 8000000 kB\n")
-    limit, used, cache = (
-        ("memory.max", "memory.current", "inactive_file")
+    limit, used, prefix = (
+        ("memory.max", "memory.current", "")
         if version == 2
-        else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
     )
+    cached = f"{prefix}inactive_file 60000\n{prefix}active_file 40000\n"
     (inner / limit).write_text("max\n" if version == 2 else "9223372036854771712\n")
     (inner / used).write_text("100\n")
-    (inner / "memory.stat").write_text(f"{cache} 0\n")
+    (inner / "memory.stat").write_text(f"{prefix}inactive_file 0\n")
     (outer / limit).write_text("1000000\n")
     (outer / used).write_text("400000\n")
-    (outer / "memory.stat").write_text(f"anon 5\n{cache} 100000\n")
+    (outer / "memory.stat").write_text(f"anon 5\n{cached}active_anon 7\n")
     monkeypatch.setattr(memory, "PROC", proc)
     monkeypatch.setattr(memory, "CGROUPS", groups)
     assert memory.available_bytes() == 1_000_000 - 400_000 + 100_000

@@ -148,26 +148,27 @@ def _cgroup_limits() -> list[tuple[int, int]]:
     for line in membership.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, limit_name, used_name, cache = CGROUPS, "memory.max", "memory.current", "inactive_file"
+            root, limit_name, used_name, prefix = CGROUPS, "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):
             root, limit_name, used_name = CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            cache = "total_inactive_file"
+            prefix = "total_"
         else:
             continue
         inner = root / path.lstrip("/")
         for folder in [inner, *inner.parents]:
             if (folder / limit_name).exists() and (limit := (folder / limit_name).read_text().strip()) != "max":
-                used = int((folder / used_name).read_text()) - _cgroup_stat(folder / "memory.stat", cache)
+                used = int((folder / used_name).read_text()) - _file_pages(folder / "memory.stat", prefix)
                 found.append((int(limit), used))
             if folder == root:
                 break
     return found
 
 
-def _cgroup_stat(path: Path, name: str) -> int:
-    """Cached file pages count as used until the kernel drops them, which it does before it refuses memory."""
+def _file_pages(path: Path, prefix: str) -> int:
+    """Bytes of cached files, which count as used until the kernel drops them, as it does before it refuses memory. A
+    base that was read twice is among the active ones."""
     rows = (line.split() for line in path.read_text().splitlines())
-    return next((int(value) for key, value in rows if key == name), 0)
+    return sum(int(value) for key, value in rows if key in (f"{prefix}inactive_file", f"{prefix}active_file"))
 
 
 def _macos_available() -> int:
