@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -78,7 +79,7 @@ class ExpertsSpec(FeedForwardSpec):
     def norms(self) -> dict[str, int]:
         return {self.own_norm: self.width} if self.own_norm else {}
 
-    @property
+    @cached_property  # of thousands of names, and every tensor of a file is looked up
     def weights(self) -> dict[str, tuple[int, ...]]:
         found = {self.named(name): shape for name, shape in self.tensors.items()}
         for parameter, members in PARAMETERS.items():
