@@ -40,6 +40,8 @@ def test_from_beginning_to_end(tmp_path: Path) -> None:
         assert state(run, me)[0] == name
     append(run, step(1), phase("training"), step(2))
     assert state(run, me) == ("training", "training, step 2 of 9 done")
+    append(run, phase("sampling"))
+    assert state(run, me) == ("sampling", "answers are sampled and rewarded, step 2 of 9 done")
     append(run, phase("finalising"))
     assert state(run, me)[0] == "finalising"
     died = state(run, None)

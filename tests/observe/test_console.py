@@ -196,6 +196,7 @@ def test_a_heartbeat_line_is_written_after_some_seconds_of_silence(impatient: No
         err.wait()
     assert err.getvalue().startswith("planning memory\n")
     with console.progress(24) as bar:
+        bar.part = "3 of 64 answers sampled"
         err.wait()
         bar.update(7, loss=1.0)
         with console.progress(60, label="validating", unit="examples"):
@@ -205,7 +206,7 @@ def test_a_heartbeat_line_is_written_after_some_seconds_of_silence(impatient: No
         err.wait()
     text = err.getvalue()
     before, _, after = text.rpartition("validating")
-    assert "step 1/24: running for 0 s" in before and "validating: 0/60 examples" in text
+    assert "step 1/24: running for 0 s, 3 of 64 answers sampled" in before and "validating: 0/60 examples" in text
     assert "step  7/24  loss 1.000" in after, "the outer progress is shown again once the inner one is done"
     assert "step 8/24: running for 0 s" not in text, "steps that come quickly are not stuck"
     assert not [thread for thread in threading.enumerate() if thread.name == "graftune-heartbeat"]

@@ -57,6 +57,9 @@ def none(completions, **columns):
 def hangs(completions, **columns):
     time.sleep(60)
 
+def std(completions, **columns):
+    return [1.0 for one in completions]
+
 def spread(completions, **columns):
     return [sum(map(ord, one)) % 7 for one in completions]
 """
@@ -107,6 +110,32 @@ def test_why_answers_have_no_reward(functions: Path) -> None:
     assert list(found.values()) == [
         f"the reward raises_for_b failed for 2 answers: ValueError: not b (line 12 of {functions.name})"
     ]
+
+
+def test_one_reward_for_all_answers_is_no_reward_of_single_answers(functions: Path) -> None:
+    """Held-out prompts have one answer each: repeated one by one, such a function would seem to work."""
+    rewards = Rewards(RlConfig(reward=(f"{functions}:too_few",)))
+    try:
+        found = rewards([PromptRow([], "", {}, 0)] * 3, [["x"], ["y"], ["z"]], lambda: None)
+    finally:
+        rewards.close()
+    assert found.totals == [None] * 3 and "1 numbers for 3 completions" in found.errors["too_few"]
+
+
+def test_a_function_that_needs_what_the_data_lacks_is_refused(functions: Path) -> None:
+    rewards = Rewards(RlConfig(reward=tuple(f"{functions}:{name}" for name in ("length", "wanted"))))
+    try:
+        rewards.check()
+        rewards.check_columns(["want", "other"])
+        with pytest.raises(GraftuneError, match=r"wanted takes want, which the data does not have.*\(other\)"):
+            rewards.check_columns(["other"])
+    finally:
+        rewards.close()
+
+
+def test_a_function_is_not_taken_for_a_figure(functions: Path) -> None:
+    """reward_std is the standard deviation of all rewards."""
+    assert list(rewarded(functions, "std", "length").means) == ["rewards.std", "length"]
 
 
 @pytest.mark.parametrize(
@@ -247,6 +276,22 @@ def test_stopped_within_a_round_and_resumed_is_straight(
     assert (result.stopped, result.steps) == ("interrupted", 3)
     graftune.train(resume=tmp_path / "run")
     assert adapter_bytes(tmp_path / "run") == adapter_bytes(straight)
+
+
+def test_an_edited_reward_is_warned_about_on_resume(
+    settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(FUNCTIONS)
+    few = settings | {"reward": (f"{own}:spread",), "updates_per_round": 1, "eval_every": 0}
+    run, said = str(tmp_path / "run"), f"the file of {own}:spread was edited"
+    graftune.train(**few, out=run, callbacks=[lambda event: "stop" if event["event"] == "step" else None])
+    capsys.readouterr()
+    graftune.train(resume=run, callbacks=[lambda event: "stop" if event["event"] == "step" else None])
+    assert said not in capsys.readouterr().err
+    own.write_text(FUNCTIONS + "# another\n")
+    graftune.train(resume=run)
+    assert said in capsys.readouterr().err
 
 
 def test_a_run_without_a_reward_says_so(

@@ -20,7 +20,7 @@ from graftune.errors import one_line
 from graftune.io.lock import LOCK, LockOwner
 
 SILENT = 15.0  # seconds without a heartbeat after which a run on another machine has died
-PHASES = ("preparing", "compiling", "training", "evaluating", "finalising")
+PHASES = ("preparing", "compiling", "sampling", "training", "evaluating", "finalising")
 RUNNING = frozenset(PHASES)
 CONFIG = "config.yaml"
 PREPARING = "the data is read, memory is planned and the base is loaded"
@@ -98,6 +98,7 @@ def _running(log: RunSummary) -> RunStatus:
     sentences = {
         "preparing": PREPARING,
         "compiling": "kernels are compiled and the first step is captured",
+        "sampling": f"answers are sampled and rewarded, {done} done",
         "training": f"training, {done} done" if log.steps else "the first step is under way",
         "evaluating": f"validating at {done}",
         "finalising": f"writing the result and answering sample prompts after {done}",

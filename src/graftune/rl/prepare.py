@@ -23,7 +23,7 @@ from graftune.losses.policy import PolicyLoss
 from graftune.observe.console import Console
 from graftune.observe.memory import forget_earlier_runs, free_bytes, resident_bytes
 from graftune.plan import CardModel, Job, card_here
-from graftune.rl.rewards import Rewards
+from graftune.rl.rewards import GIVEN, Rewards
 from graftune.runtime import set_up
 from graftune.session import Session, open_session, reader_of, text
 from graftune.settings import auto
@@ -47,6 +47,7 @@ class PromptSplit:
     data_sha256: str  # of the files
     prompts_sha256: str  # of the prompts as tokens
     lengths: list[int]  # tokens of each prompt
+    columns: list[str]  # that the reward functions are given beside prompts and completions
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ def prepare_rl(
         config, base, adapter = opened(config)
     with console.working("reading the data"):
         data = _read(config, reader_of(config, base, adapter), config.data.data, console)
+    rewards.check_columns(data.columns)
     if not chosen_length:  # no longer than needed: memory is planned for it
         config = config.replace(max_seq_len=_needed(config, data))
     config = _with_auto(config, base.spec.parameters, console)
@@ -160,8 +162,12 @@ def _read(config: Config, tokenizer: Tokenizer, value: DataValue, console: Conso
         f"prompts: {len(training)} to train on, {len(held)} held out"
         + (f", {len(order)} of them evaluated" if len(order) < len(held) else "")
     )
-    lengths = [len(tokens) for _, tokens in (*training, *chosen)]
-    return PromptSplit([row for row, _ in training], [row for row, _ in chosen], data, digest, lengths)
+    both = (*training, *chosen)
+    columns = list(dict.fromkeys(name for row, _ in both for name in row.columns))
+    for name in set(GIVEN).intersection(columns):
+        console.warn(f"reward functions do not see the column {name}: under this name they are given the {name}")
+    lengths = [len(tokens) for _, tokens in both]
+    return PromptSplit([row for row, _ in training], [row for row, _ in chosen], data, digest, lengths, columns)
 
 
 def _fitting(

@@ -4,16 +4,17 @@
 
 Each function runs in a process of its own with a time limit (training/user_function.py) and gets all answers of a round
 in one call. If that call raises or returns too few numbers, it is called again group by group, so that only the groups
-that it cannot handle are lost. None means that the function does not apply to an answer; the others then decide alone.
-A number that is not finite, and a call that fails, leave the answer without a reward, as does None from every function:
-it is not trained, and counted.
+that it cannot handle are lost. (Groups of one answer are not tried again after a wrong number of rewards: a function
+that always returns one number would pass.) None means that the function does not apply to an answer; the others then
+decide alone. A number that is not finite, and a call that fails, leave the answer without a reward, as does None from
+every function: it is not trained, and counted.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,8 @@ from graftune.settings.sections import RlConfig
 from graftune.training.user_function import CallFailed, FunctionName, UserFunction
 
 EPSILON = 1e-4  # added to the standard deviation, as TRL does
+GIVEN = ("prompts", "completions")  # what every function is given, beside the columns of the data
+FIGURES = ("std", "s", "failed")  # reward_std and so on are figures of all rewards
 
 Between = Callable[[], None]
 
@@ -63,7 +66,8 @@ class Rewards:
         self.weights: dict[str, float] = {}
         self.functions: dict[str, UserFunction] = {}
         for one in names:
-            name = one.name if counts[one.name] == 1 else f"{one.path.stem}.{one.name}"
+            alone = counts[one.name] == 1 and one.name not in FIGURES
+            name = one.name if alone else f"{one.path.stem}.{one.name}"
             if name in self.functions:
                 raise GraftuneError(f"the reward {name} is given twice", fix="give it once, with a weight")
             self.weights[name] = one.weight
@@ -75,6 +79,18 @@ class Rewards:
             if why := function.start():
                 raise GraftuneError(
                     f"the reward {name} cannot be used: {why}", where=str(function.path), fix="correct it"
+                )
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Refuse functions that need what the data does not have. Follows `check`."""
+        for name, function in self.functions.items():
+            missing = [one for one in function.needed if one not in (*GIVEN, *columns)]
+            if missing:
+                there = ", ".join(columns) or "none"
+                raise GraftuneError(
+                    f"the reward {name} takes {' and '.join(missing)}, which the data does not have",
+                    where=str(function.path),
+                    fix=f"take columns of the data ({there}), or give the parameter a default",
                 )
 
     def close(self) -> None:
@@ -113,7 +129,7 @@ def _called(
         found = function(_arguments(prompts, answers), between)
         return found["numbers"], {int(place): why for place, why in found["bad"].items()}
     except CallFailed as error:
-        if len(prompts) == 1 or function.hangs:
+        if len(prompts) == 1 or function.hangs or (error.wrong_count and max(map(len, answers)) == 1):
             count = sum(map(len, answers))
             return [None] * count, dict.fromkeys(range(count), str(error))
     values: list[float | None] = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,18 +88,22 @@ def draw(
     *,
     step: int,
     seed: int,
+    show: Callable[[str], None] = lambda part: None,
 ) -> Round:
     """Answer the prompts, reward the answers and compute the advantages. `between` is called while the functions
-    compute; `step`: steps before the round."""
+    compute, `show` with what is being done; `step`: steps before the round."""
     settings, began = config.rl, time.perf_counter()
+    many = len(prompts) * settings.group
     groups = session.sample(
         [prompt.messages for prompt in prompts],
         n=settings.group,
         max_new_tokens=settings.answer_tokens,
         temperature=config.train.temperature,
         seed=seed,
+        on_progress=lambda done: show(f"{done} of {many} answers sampled"),
     )
     sampled = time.perf_counter()
+    show("rewards are computed")
     rewarded = rewards(prompts, [[one.text for one in group] for group in groups], between)
     seconds = {"sample_s": sampled - began, "reward_s": time.perf_counter() - sampled}
     totals = iter(rewarded.totals)

@@ -18,7 +18,8 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from graftune.data.prompts import PromptRow
@@ -86,15 +87,24 @@ class PolicyRun(Run):
                 state.report.warn(text, p.step)
             chosen = [prepared.data.training[place] for place in self.plan.chosen(p.epoch, number)]
             state.report.phase("sampling")
-            with state.stop.interruptible():
+            with state.stop.interruptible(), self._parts_shown() as show:
                 seed = self.plan.seed_of(p.epoch, number)
                 how = self.session, self.parts.config, chosen, prepared.rewards, state.check_stop
-                found = rounds.draw(*how, step=p.step - done, seed=seed)
+                found = rounds.draw(*how, step=p.step - done, seed=seed, show=show)
             found.save(state.folder, self.plan.updates, checkpoint.steps(self.checkpoints.folder))
         if not done:  # a resume takes back what the log says about later steps
             state.report.log.emit("answers", step=p.step + 1, **found.shown)
             self._report_failures(found)
         return found
+
+    @contextmanager
+    def _parts_shown(self) -> Iterator[Callable[[str], None]]:
+        """Inside, the progress of the steps says what a round is doing."""
+        bar = self.state.report.bar
+        try:
+            yield lambda part: setattr(bar, "part", part)
+        finally:
+            bar.part = ""
 
     def _report_failures(self, found: Round) -> None:
         """Each reason once; how many answers have no reward is a figure of every step."""
@@ -171,7 +181,7 @@ class HeldOut(Evaluation):
         p, report, settings = state.progress, state.report, state.config.rl
         report.phase("evaluating")
         with (
-            report.console.working(f"answering {len(self.prompts)} held-out prompts"),
+            report.console.progress(len(self.prompts), label="answering held-out prompts", unit="answers") as bar,
             state.pausing_steps("evaluate"),
             state.stop.interruptible(),
         ):
@@ -181,6 +191,7 @@ class HeldOut(Evaluation):
                 temperature=state.config.train.temperature,
                 seed=state.config.train.seed,
                 logprobs=False,
+                on_progress=bar.update,
             )
         answers = [group[0] for group in groups]
         rewarded = self.rewards(self.prompts, [[answer.text] for answer in answers], state.check_stop)

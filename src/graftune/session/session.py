@@ -351,10 +351,12 @@ class Session:
         logprobs: bool = True,
         adapted: bool = True,
         on_text: Callable[[int, str], None] | None = None,
+        on_progress: Callable[[int], None] | None = None,
     ) -> list[list[Sample]]:
         """`n` samples of every prompt, drawn together: a list for each prompt. A prompt is raw text or a conversation
         (a list of messages); one prompt may stand by itself. `stop` are texts that end a sample. `on_text` is called
-        with (sample, new text) while samples are drawn; samples are numbered prompt by prompt.
+        with (sample, new text) while samples are drawn; samples are numbered prompt by prompt. `on_progress` is called
+        with the number of samples that are complete.
 
         Example:
             (answers,) = session.sample("Once upon a time", n=4, max_new_tokens=20)
@@ -374,6 +376,7 @@ class Session:
             adapted=adapted,
             logprobs=logprobs,
             on_text=on_text,
+            on_progress=on_progress or (lambda done: None),
         )
         return [found[start : start + n] for start in range(0, len(found), n)]
 

@@ -100,7 +100,7 @@ class Reporter:
         self.log.emit("warning", step=step, text=text, **({"kind": kind} if kind else {}))
 
     def phase(self, name: str) -> None:
-        """Log what the run does from here on: compiling, training, evaluating or finalising."""
+        """Log what the run does from here on: compiling, sampling, training, evaluating or finalising."""
         if name != self._phase:
             self._phase = name
             self.log.emit("phase", phase=name)

@@ -25,6 +25,7 @@ from graftune.data.loader import Loader
 from graftune.data.pack import Capacities
 from graftune.data.summary import counted
 from graftune.errors import GraftuneError, one_line
+from graftune.io import digest
 from graftune.io.files import write_file
 from graftune.observe.events import BEGINNINGS, Event, read_events
 from graftune.observe.memory import human_bytes
@@ -176,7 +177,7 @@ def write_start(
     parts = state.parts
     if state.ranks.leads:
         facts: dict[str, Any] = {"command": typed_command(), **computed_by(parts)}
-        facts |= {"examples": examples, "encoded": encoded}
+        facts |= {"examples": examples, "encoded": encoded, "functions": functions_of(state.config)}
         trainable = len(parts.arena.weights)
         state.report.log.emit("run_start", **facts, **identity, steps=state.total, trainable=trainable)
         if plan is not None:
@@ -208,13 +209,14 @@ def _read_folder(
         checkpoints.restore(state, found)
     events = read_events(state.folder / "metrics.jsonl")
     now = computed_by(state.parts)
-    changes = changed_since(now, events)
-    report.log.emit("resume", step=state.progress.step, **now)
+    changes, functions = changed_since(now, events), functions_of(state.config)
+    edited = edited_since(functions, events)
+    report.log.emit("resume", step=state.progress.step, **now, functions=functions)
     _report_start(state, shape)
     where = f"step {state.progress.step}" if found else "the beginning: no checkpoint had been written"
     console.note(f"resuming {state.folder} at {where}")
-    if changes:
-        report.warn(changes, state.progress.step)
+    for text in filter(None, (changes, edited)):
+        report.warn(text, state.progress.step)
     _keep_changes(state, checkpoints, before)
     return events
 
@@ -254,6 +256,23 @@ def changed_since(now: dict[str, str], events: Sequence[Event]) -> str:
     if not changes:
         return ""
     return f"{'; '.join(changes)}: the run goes on, and from here on its figures may differ in their last bits"
+
+
+def functions_of(config: Config) -> dict[str, str]:
+    """The functions of the user's that a run calls, with digests of their files. Logged at every start."""
+    found = [FunctionName.of(text) for text in config.rl.reward]
+    found += [FunctionName.of(config.run.metric, "metric")] if ":" in config.run.metric else []
+    return {f"{one.path}:{one.name}": digest.sha256([one.path]) for one in found}
+
+
+def edited_since(now: dict[str, str], events: Sequence[Event]) -> str:
+    """Which of these functions were edited since the run's last start, in one line; empty if none was."""
+    starts = [event for event in events if event["event"] in BEGINNINGS]
+    before = starts[-1].get("functions", {}) if starts else {}
+    edited = [name for name, sha256 in now.items() if before.get(name, sha256) != sha256]
+    if not edited:
+        return ""
+    return f"the file of {' and '.join(edited)} was edited: its numbers from here on may not be comparable with earlier"
 
 
 def typed_command() -> str:

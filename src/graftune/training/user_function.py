@@ -58,7 +58,9 @@ class FunctionName:
 
 
 class CallFailed(Exception):
-    """Why a call gave no numbers."""
+    """Why a call gave no numbers. `wrong_count`: it gave more or fewer than there are completions."""
+
+    wrong_count = False
 
 
 class UserFunction:
@@ -67,6 +69,7 @@ class UserFunction:
     def __init__(self, function: FunctionName, seconds: float, kind: Kind):
         self.path, self.name, self.seconds, self.kind = function.path, function.name, seconds, kind
         self.hangs = 0  # in a row
+        self.needed: list[str] = []  # the keywords that the function cannot do without, once it is imported
         self._process: subprocess.Popen[bytes] | None = None
         self._read = b""
 
@@ -82,12 +85,14 @@ class UserFunction:
             start_new_session=True,  # Ctrl-C is for the run; what the function starts ends with it
         )
         try:
-            why = self._line(LOADING, between)
+            found = self._line(LOADING, between)
         except CallFailed as error:
-            why = str(error)
-        if why:
+            found = str(error)
+        if isinstance(found, str):
             self.close()
-        return why or ""
+            return found
+        self.needed = found
+        return ""
 
     def __call__(self, given: dict[str, Any], between: Between) -> dict[str, Any]:
         """Call the function; raises `CallFailed`. Returns its answer (user_process.py)."""
@@ -104,7 +109,9 @@ class UserFunction:
         found = self._line(self.seconds, between)
         self.hangs = 0
         if "error" in found:
-            raise CallFailed(found["error"])
+            failed = CallFailed(found["error"])
+            failed.wrong_count = found["wrong_count"]
+            raise failed
         return dict(found)
 
     def _line(self, seconds: float, between: Between) -> Any:

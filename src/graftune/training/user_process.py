@@ -1,9 +1,9 @@
 """The process of a user's function (user_function.py): `python user_process.py SYS_PATH FILE FUNCTION SECONDS KIND`.
 
-It imports the function, writes a first line of JSON (why that failed, or null), then reads calls as lines of JSON and
-answers each with a line: its numbers, or its error. A metric's numbers have names; a reward's are a list, with null
-where the function returned None, and the places of those that are no finite numbers are listed as `bad`. It runs by its
-path and imports nothing of graftune.
+It imports the function, writes a first line of JSON (why that failed, or a list of the keywords that it cannot do
+without), then reads calls as lines of JSON and answers each with a line: its numbers, or its error. A metric's numbers
+have names; a reward's are a list, with null where the function returned None, and the places of those that are no
+finite numbers are listed as `bad`. It runs by its path and imports nothing of graftune.
 """
 
 from __future__ import annotations
@@ -38,12 +38,22 @@ def load(path: str, name: str) -> Callable[..., Any]:
     return function
 
 
+class WrongCount(ValueError):
+    """A reward function returned more or fewer numbers than there are completions."""
+
+
+def needed(function: Callable[..., Any]) -> list[str]:
+    """The parameters without a default; one that cannot be given by its name is named with the slash behind it."""
+    parameters = inspect.signature(function).parameters.values()
+    wanted = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return [f"{p.name}/" if p.kind is p.POSITIONAL_ONLY else p.name for p in wanted]
+
+
 def check_metric(function: Callable[..., Any]) -> None:
     """Refuse a function that needs something else than GIVEN."""
-    for p in inspect.signature(function).parameters.values():
-        needed = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        if needed and (p.name not in GIVEN or p.kind is p.POSITIONAL_ONLY):
-            raise TypeError(f"it takes {p.name}; a metric takes some of {', '.join(GIVEN)}, by these names")
+    for name in needed(function):
+        if name not in GIVEN:
+            raise TypeError(f"it takes {name}; a metric takes some of {', '.join(GIVEN)}, by these names")
 
 
 def numbers(value: Any, name: str) -> dict[str, float]:
@@ -60,7 +70,7 @@ def rewards(value: Any, count: int) -> dict[str, Any]:
         raise TypeError(f"it returned {repr(value)[:60]}, which is not a list of numbers")
     found = list(found)
     if len(found) != count:
-        raise ValueError(f"it returned {len(found)} numbers for {count} completions")
+        raise WrongCount(f"it returned {len(found)} numbers for {count} completions")
     made: list[float | None] = []
     bad: dict[int, str] = {}
     for place, one in enumerate(found):
@@ -114,9 +124,9 @@ def _main(path: str, name: str, seconds: float, kind: str) -> None:
         function = load(path, name)
         if kind == "metric":
             check_metric(function)
+        say(needed(function))
     except BaseException as error:
         return say(_error(error, path))
-    say(None)
     for line in calls:
         given = json.loads(line)
         signal.alarm(math.ceil(seconds) + 5)  # ends a call that hangs if the run itself was killed
@@ -126,7 +136,7 @@ def _main(path: str, name: str, seconds: float, kind: str) -> None:
             else:
                 say({"numbers": numbers(called(function, given), name)})
         except BaseException as error:
-            say({"error": _error(error, path)})
+            say({"error": _error(error, path), "wrong_count": isinstance(error, WrongCount)})
         signal.alarm(0)
     return None
 

@@ -2,7 +2,7 @@
 
 import { el } from "./dom.js";
 
-const LIVE = new Set(["preparing", "compiling", "training", "evaluating", "finalising"]);
+const LIVE = new Set(["preparing", "compiling", "sampling", "training", "evaluating", "finalising"]);
 const KNOWN = new Set([...LIVE, "finished", "stopped", "died"]);
 
 export const isLive = (state) => LIVE.has(state);
