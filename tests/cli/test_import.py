@@ -114,6 +114,10 @@ def converted(given: dict[str, Any], tool: str) -> converting.Conversion:
     return converting.convert(ToolFile("run.yaml", tool, given))
 
 
+DOWN = "mlp.experts.down_proj"
+EXPERTS = [DOWN]
+
+
 @pytest.mark.parametrize(
     ("tool", "given", "ours"),
     [
@@ -135,6 +139,13 @@ def converted(given: dict[str, Any], tool: str) -> converting.Conversion:
         ("axolotl", {"micro_batch_size": 2, "batch_size": 8}, {"tokens_per_step": 2 * 512}),
         ("axolotl", {"warmup_steps": 0}, {"warmup": 0.0}),
         ("axolotl", {"lora_target_modules": ["q_proj"], "lora_target_linear": True}, {"targets": "all_linear"}),
+        (
+            "axolotl",
+            {"lora_target_parameters": EXPERTS, "lora_target_modules": "q_proj"},
+            {"targets": f"q_proj,{DOWN}"},
+        ),
+        ("axolotl", {"lora_target_parameters": EXPERTS, "lora_target_linear": True}, {"targets": "all_linear"}),
+        ("axolotl", {"lora_target_parameters": EXPERTS}, {"targets": DOWN}),
         ("llama-factory", {"stage": "pt"}, {"lr": 5e-5, "schedule": "linear", "tokens_per_step": 8 * 2048}),
         ("llama-factory", {"early_stopping_steps": 3, "val_size": 0.1}, {"patience": 3, "val_split": 0.1}),
         (

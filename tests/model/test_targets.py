@@ -21,6 +21,7 @@ from graftune.settings.targets import expand_targets, is_target, ordered_targets
 from graftune.weights.adapter import load_adapter
 from tests.exporting import models
 from tests.exporting.judges import opened
+from tests.support import specs
 from tests.support.families import spec as spec_of
 
 MLP, SHARED = "mlp.gate_proj", "mlp.shared_expert.gate_proj"
@@ -91,3 +92,10 @@ def test_adapters_keep_their_paths_in_every_format(asked: str, named: list[str],
         back = load_adapter(export(str(adapter), to, out=str(tmp_path / to)).path)
         assert back.lora.targets == want.lora.targets and set(back.tensors) == set(want.tensors), to
     assert set(opened(folder, adapter).parts.arena.slots) == set(run.parts.arena.slots)
+
+
+def test_experts_are_named_as_peft_does() -> None:
+    mixture = specs.made("qwen3_moe", experts=4, chosen=2, layers=1, vocab=300, width=64, ffn=96, heads=4)
+    found = targets_of(mixture, LoraConfig(targets=("mlp.experts.gate_up_proj", "mlp.experts.down_proj")))
+    assert found == ("mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj")
+    assert targets_of(spec_of("phi3"), LoraConfig(targets=("gate_up_proj",))) == ("mlp.gate_up_proj",)

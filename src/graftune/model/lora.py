@@ -43,7 +43,8 @@ def targets_of(spec: ModelSpec, config: LoraConfig) -> tuple[str, ...]:
     """The paths of the projections that get adapters. A target is a path, or a name that stands for all paths that end
     in it."""
     wanted = {path for kind in spec.kinds for target in config.targets for path in kind.expand_target(target)}
-    asked = expand_targets(tuple(t for t in config.targets if t not in PARTS)) if set(config.targets) - PARTS else ()
+    named = tuple(one for target in config.targets if target not in PARTS for one in _parts_of(spec, target))
+    asked = expand_targets(named) if named else ()
     matching = {target: [path for path in spec.projections if _ends_in(path, target)] for target in (*asked, *FUSED)}
     wanted |= {path for target in asked for path in matching[target]}
     for fused, parts in FUSED.items():
@@ -61,6 +62,15 @@ def targets_of(spec: ModelSpec, config: LoraConfig) -> tuple[str, ...]:
         names = dict.fromkeys(path.rpartition(".")[2] for path in spec.projections)
         raise GraftuneError(f"targets: {spec.family} has no {unknown[0]}", fix=f"use {', '.join(names)} or all_linear")
     return tuple(p for p in spec.projections if p in wanted)
+
+
+def _parts_of(spec: ModelSpec, target: str) -> tuple[str, ...]:
+    """The target; where the model does not have it and it is the fused one of others (PEFT's name for the experts' gate
+    and up), these."""
+    modules, _, name = target.rpartition(".")
+    parts = tuple(f"{modules}.{part}" if modules else part for part in FUSED.get(name, ()))
+    there = [any(_ends_in(path, one) for path in spec.projections) for one in (target, *parts)]
+    return parts if parts and not there[0] and all(there[1:]) else (target,)
 
 
 def _ends_in(path: str, target: str) -> bool:

@@ -123,7 +123,7 @@ def convert(file: ToolFile) -> Conversion:
     for name, reason in file.left_out:
         ours = _OF_RULES.get(_rule(name), _rule(name).partition("=")[0]) if reason == COMPUTED else ""
         result.leave(name, reason, ours if ours in _OURS else "")
-    for name, value in sorted(file.given.items(), key=lambda item: "=" not in _rule(item[0])):
+    for name, value in sorted(file.given.items(), key=lambda item: _order(_rule(item[0]))):
         plain, rule = other_tools.plain(str(name)), _rule(name)
         if plain in DATA_NAMES[file.tool] or rule in ("batch", "warmup_steps"):
             continue
@@ -147,6 +147,11 @@ def convert(file: ToolFile) -> Conversion:
     result.left_out = list(dict.fromkeys(result.left_out))
     Config.of(result.settings)
     return result
+
+
+def _order(rule: str) -> int:
+    """What is fixed comes first, and last what adds to other values."""
+    return 0 if "=" in rule else 2 if rule == "parameters" else 1
 
 
 def _rule(name: Any) -> str:
@@ -239,9 +244,20 @@ def _least_lr(result: Conversion, name: str, value: Any) -> None:
         result.leave(name)
 
 
+def _parameters(result: Conversion, name: str, value: Any) -> None:
+    """Of experts, which PEFT adapts beside the modules of the targets."""
+    given = [str(one) for one in (value if isinstance(value, list) else [value])]
+    if not all(map(is_target, given)):
+        result.leave(name, f"no adapter is trained on {', '.join(one for one in given if not is_target(one))}")
+        return
+    before = result.settings.pop("targets", "")
+    result.put("targets", before if before == "all_linear" else ",".join(filter(None, (before, *given))), name)
+
+
 _FUNCTIONS: dict[str, Callable[[Conversion, str, Any], None]] = {
     "jinja_file": _jinja_file,
     "least_lr": _least_lr,
+    "parameters": _parameters,
     "precision": _precision,
     "stage": _stage,
     "template_variable": _template_variable,
