@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from graftune.kernels import rehearsal
 from graftune.losses.cross_entropy import Anchored
 from graftune.losses.kto import Kto
 from graftune.losses.preference import Hinge, Orpo, Robust
@@ -122,3 +123,12 @@ def test_an_operation_without_a_rule_is_named(of: Callable[..., Setup]) -> None:
     assert few.without_rule == {"aten.erf"}
     (note,) = Plan("cpu", "here", {}, few, 1, {}).notes
     assert "no rule for the memory of aten.erf" in note and Plan("cpu", "here", {}, rehearse(of()), 1, {}).notes == []
+
+
+@pytest.mark.parametrize("kind", ["bf16", "nf4"])
+def test_a_few_experts_tell_of_all(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading is rehearsed with the first two members of a weight and the last; the others only take their memory."""
+    of = gpu(kind=kind, spec=spec(experts=8, chosen=2, family="qwen3_moe", width=256))
+    few = rehearse(of)
+    monkeypatch.setattr(rehearsal, "few", lambda pieces: pieces)
+    assert rehearse(of) == few

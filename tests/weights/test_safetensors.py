@@ -94,3 +94,14 @@ def test_writing_reports_the_systems_error(tmp_path: Path) -> None:
     with pytest.raises(OSError) as caught:
         safetensors_io.write({"a": torch.zeros(3)}, tmp_path / "file" / "x.safetensors")
     assert caught.value.errno in (17, 20)  # exists, or not a folder
+
+
+def test_a_file_larger_than_memory_is_one_sentence(tiny_folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors maps a whole file as memory that may be written, which the system refuses beyond what it has."""
+
+    def refuse(path: str, framework: str) -> None:
+        raise RuntimeError(f"unable to mmap 61066787464 bytes from file <{path}>: Cannot allocate memory (12)")
+
+    monkeypatch.setattr(safetensors_io, "safe_open", refuse)
+    with pytest.raises(GraftuneError, match=r"cannot be mapped into memory \(unable to mmap 61066787464"):
+        open_base(str(tiny_folder("llama")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -70,14 +71,19 @@ class UnreadWeight(Unread):
 
 def _without_contents(source: Any, tally: Tally) -> Any:
     """A copy that reads nothing and is still an instance of the source's class, which loading checks."""
-    unread = UnreadWeight if isinstance(source, CheckpointWeight) else Unread
-    unread = UnreadBlocks if hasattr(source, "raw") else unread
-    kind = type("Unread" + type(source).__name__, (unread, type(source)), {})
-    copy: Any = object.__new__(kind)
+    kind: Any = type(source)
+    copy: Any = object.__new__(_unread_kind(kind, hasattr(source, "raw")))
     vars(copy)["tally"] = tally
     for name, value in vars(source).items():
         vars(copy)[name] = _without_contents(value, tally) if _is_source(value) else value
     return copy
+
+
+@functools.cache
+def _unread_kind(kind: Any, blocks: bool) -> type:
+    unread = UnreadWeight if issubclass(kind, CheckpointWeight) else Unread
+    unread = UnreadBlocks if blocks else unread
+    return type("Unread" + kind.__name__, (unread, kind), {})
 
 
 def _is_source(value: Any) -> bool:

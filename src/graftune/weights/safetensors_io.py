@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from graftune.errors import GraftuneError
+from graftune.errors import GraftuneError, one_line
 from graftune.io.files import check_plain, new_file
 from graftune.weights.opening import read_json
 
@@ -153,6 +153,12 @@ def open_shard(file: Path) -> Any:
     except (SafetensorError, OSError) as error:
         raise GraftuneError(
             f"is damaged or cut short ({error})", where=str(file), fix="download or copy the file again"
+        ) from None
+    except (RuntimeError, MemoryError) as error:  # torch maps it privately, which the system counts as memory
+        raise GraftuneError(
+            f"cannot be mapped into memory ({one_line(str(error))})",
+            where=str(file),
+            fix="use files that are smaller than this machine's memory, or allow it with sysctl vm.overcommit_memory=1",
         ) from None
     for name, shape in shapes.items():
         if len(shape) > MOST_DIMENSIONS:  # torch has an error of its own at 64

@@ -6,12 +6,13 @@ import ctypes
 import functools
 import sys
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Self
 
 import torch
 
 from graftune.arithmetic import ceil_div
-from graftune.kernels import matmul
+from graftune.kernels import matmul, rehearsal
 from graftune.kernels.augmented_weight import Adapters
 from graftune.kernels.lora_linear import Copy, add_product_, members
 from graftune.model.bundles import Place
@@ -58,10 +59,9 @@ class Dense(Augmented):
         """Filled straight from the sources, a few rows at a time: the peak is the weight and one piece."""
         rows, width = sum(s.shape[0] for s in sources), sources[0].shape[1]
         dense = cls(rows, width, device, dtype, compute, adapter_columns)
-        at = 0
-        for source in sources:
-            fill(dense.weight[at : at + source.shape[0]], source)
-            at += source.shape[0]
+        ends = list(accumulate(source.shape[0] for source in sources))
+        for end, source in rehearsal.few(list(zip(ends, sources, strict=True))):
+            fill(dense.weight[end - source.shape[0] : end], source)
         return dense
 
     @property

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from graftune.arithmetic import ceil_div
-from graftune.kernels import nf4
+from graftune.kernels import nf4, rehearsal
 from graftune.kernels.nf4 import Nf4
 from graftune.kernels.nf4.reference import BLOCK, GROUP
 from graftune.model.bundles import Place
@@ -130,7 +130,11 @@ class Nf4Format(WeightFormat):
 
     def pack_all(self, sources: Sequence[RowSource], device: torch.device) -> list[Nf4Rows]:
         """Experts, which are many, become one member if they can: it takes one launch to dequantise."""
-        members = [self.pack(source, device) for source in sources]
+        thorough = {id(source) for source in rehearsal.few(list(sources))}
+        members: list[Nf4Rows] = []
+        for source in sources:
+            here = id(source) in thorough or source.shape != sources[0].shape
+            members.append(self.pack(source, device) if here else members[0].moved(torch.empty_like))
         together = nf4.joined([member.nf4 for member in members]) if len(members) > MANY else None
         return members if together is None else [Nf4Rows(together)]
 
