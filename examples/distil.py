@@ -44,4 +44,6 @@ def main(student: str, teacher: str, rounds: str = "20", **settings: object) -> 
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     main(*sys.argv[1:])

@@ -58,6 +58,8 @@ async def reward(completions, task, **columns):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     with open(sys.argv[1], "w") as file:
         for index, one in enumerate(tasks()):
             file.write(json.dumps({"prompt": one.data.prompt_text, "task": index}) + "\n")

@@ -155,6 +155,10 @@ def test_rated_answers(tmp_path: Path) -> None:
     data = load(tmp_path, *RATED_ROWS, kind=RATED, strict=True)
     assert numbers_of(data.examples, "label", 9.0).tolist() == [1, 0, 1, 0]
     assert [trained_runs(example) for example in data.examples] == [[f"{a}<|im_end|>"] for a in ("yes", "no") * 2]
+    assert not RATED.warning(data.examples)
+    assert RATED.warning(data.examples[1::2]) == (
+        "every answer is rated bad: a loss of ratings needs some that are good, too"
+    )
     several = {"messages": turns("Hi", "Hello", "Say it", "yes"), "label": True}
     bad = ({**RATED_ROWS[0], "label": None}, {**RATED_ROWS[0], "label": 3}, {"text": "so", "label": True})
     data = load(tmp_path, several, *bad, kind=RATED)

@@ -189,6 +189,14 @@ def test_prompts_of_rows() -> None:
             prompt_of(row)
 
 
+def test_rows_without_a_prompt_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "Hi"}\n{"text": "no prompt"}\n{"prompt": "Ho"}\n{"text": "nor here"}\n')
+    found = read_prompts(str(path), DataConfig())
+    assert [prompt.place for prompt in found.prompts] == ["row 1", "row 3"]
+    assert found.refused == {"missing key": ["row 2", "row 4"]}
+
+
 def test_the_bundled_prompts_have_no_good_constant_answer() -> None:
     prompts = read_prompts(str(parcels_path()), DataConfig()).prompts
     answers = [prompt.columns["answer"] for prompt in prompts]
@@ -297,10 +305,11 @@ def test_an_edited_reward_is_warned_about_on_resume(
 def test_a_run_without_a_reward_says_so(
     settings: dict[str, Any], functions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = settings | {"reward": (f"{functions}:none",), "max_steps": 1, "updates_per_round": 1}
+    few = settings | {"reward": (f"{functions}:none",), "max_steps": 1, "updates_per_round": 1, "train_on": "last"}
     folder = graftune.train(**few, out=str(tmp_path / "run")).folder
     said, events = capsys.readouterr().err, read_events(folder / "metrics.jsonl")
     assert "step 1: no reward function gave a number for 9 answers; answers without a reward are not trained" in said
+    assert "warning: settings that a run with rewards does not use: train_on" in said
     assert "held-out prompts at step 0: no reward function gave a number for" in said
     assert "because no group had two different rewards" in said
     (step,) = (e for e in events if e["event"] == "step")

@@ -40,9 +40,9 @@ def export(
         peft: adapter folder. merged: Hugging Face folder. gguf-lora: adapter for llama.cpp and Ollama. gguf: merged
         model for them. apr: adapter in one checked file.
     type
-        Of gguf: F32, F16, BF16, Q8_0 (the default), Q6_K, Q5_K_M, Q4_K_M, IQ4_XS, Q4_0 or Q3_K_M. Of merged: F32, F16
-        or BF16; by default that of the original, or BF16 if the original is quantised. Of gguf-lora: F32 (the default),
-        F16 or BF16.
+        Of gguf: F32, F16, BF16, Q8_0 (the default), Q6_K, Q5_K_M, Q4_K_M, IQ4_XS, Q4_0, Q3_K_M or MXFP4 (experts; the
+        rest Q8_0). Of merged: F32, F16 or BF16; by default that of the original, or BF16 if the original is quantised.
+        Of gguf-lora: F32 (the default), F16 or BF16.
     out
         Where to write; without it, into the run's export folder, or here.
     add

@@ -13,17 +13,10 @@ from graftune.data.sample.parcels import parcels_path
 from graftune.errors import GraftuneError
 from graftune.observe.console import Console
 from graftune.settings.config import Config
-
-# Settings of data with answers, and of runs over such data.
-UNUSED = (
-    *("train_on", "prompt_form", "train_reasoning", "append_eos", "tokens_per_step", "anchor", "beta", "gamma"),
-    *("label_smoothing", "sft_share", "desirable_weight", "undesirable_weight", "reference_pass", "shard_base"),
-    *("metric", "metric_goal", "metric_records", "metric_seconds", "best", "score", "score_records", "sample_every"),
-    *("sample_tokens", "trace_steps", "profile_every", "deadline", "wait_gpu", "memory_share"),
-)
+from graftune.settings.sections import NOT_FOR_REWARDS
 
 
-@takes("base", "lora", "data", "optim", "train", "run", "rl", omit=UNUSED)
+@takes("base", "lora", "data", "optim", "train", "run", "rl", omit=NOT_FOR_REWARDS)
 def rl(
     base: Annotated[str, Parameter(show_default=False)] = "",
     data: Annotated[str, Parameter(show_default=False)] = "",

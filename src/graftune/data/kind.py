@@ -13,9 +13,11 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from graftune.batch import Example
 from graftune.data import columns
 from graftune.data.record import Record, to_record
 from graftune.data.row import Refusal, quoted
@@ -43,6 +45,10 @@ class DataKind:
     def refusal_of_all(self, row: dict[str, Any]) -> GraftuneError | None:
         """Why a whole file with such a row is refused: it is of another kind."""
         return columns.refusal_of_other(row, self.name, self.takes) if self.takes else None
+
+    def warning(self, examples: Sequence[Example]) -> str:
+        """What is suspicious about training data of this kind; empty if nothing is."""
+        return ""
 
     @property
     def key(self) -> list[Any]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from graftune.batch import Example
 from graftune.data import columns
 from graftune.data.columns import ASKS, CHATS, EXTRAS, LABELS, MEDIA, SYSTEMS, WEIGHT, filled, normal
 from graftune.data.kind import ANSWERS, DataKind, number_of
@@ -76,6 +77,13 @@ class RatedKind(DataKind):
         if value not in (0, 1):
             raise Refusal("no label", f"{label!r} must be true or false and is {quoted(row[label])}")
         return {"label": value}
+
+    def warning(self, examples: Sequence[Example]) -> str:
+        first = next((example.numbers["label"] for example in examples), None)
+        if any(example.numbers["label"] != first for example in examples):
+            return ""
+        rated, other = ("good", "bad") if first else ("bad", "good")
+        return f"every answer is rated {rated}: a loss of ratings needs some that are {other}, too"
 
 
 PAIRS = PairKind("pairs", members=2, takes="pairs of a chosen and a rejected answer")

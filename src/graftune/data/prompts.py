@@ -7,8 +7,7 @@ turn of the chat template, as everywhere else. Rows without a prompt are counted
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from graftune.data.columns import ASKS, CHATS, EXTRAS, SYSTEMS, filled
@@ -29,6 +28,7 @@ class PromptRow:
     given: str | list[Any]  # the prompt as the data has it, for reward functions
     columns: dict[str, Any]  # the row's other columns
     row: int  # its key in the data
+    place: str = ""  # of the row, as a user finds it
 
     @property
     def asked(self) -> str:
@@ -39,24 +39,24 @@ class PromptRow:
 @dataclass(frozen=True)
 class PromptData:
     prompts: list[PromptRow]
-    refused: Counter[str]  # rows that were left out, by reason
+    refused: dict[str, list[str]]  # the places of rows that were left out, by reason
     sha256: str
 
 
 def read_prompts(value: DataValue, config: DataConfig) -> PromptData:
     """Every prompt of the data; GraftuneError if there is none."""
-    files, refused, found = sources(value), Counter[str](), list[PromptRow]()
+    files, refused, found = sources(value), dict[str, list[str]](), list[PromptRow]()
     for row in rows(files, config.map, refused=lambda row: None, max_unpacked=config.max_unpacked):
         try:
             if isinstance(row.value, Refusal):
                 raise row.value
-            found += [prompt_of(row.value, row.key)] * row.times
+            found += [replace(prompt_of(row.value, row.key), place=row.place)] * row.times
         except Refusal as refusal:
             if config.strict:
                 raise GraftuneError(str(refusal), where=f"{label(value)}, {row.place}", fix="correct the row") from None
-            refused[refusal.reason] += 1
+            refused.setdefault(refusal.reason, []).append(row.place)
     if not found:
-        why = f" ({refused.most_common(1)[0][0]})" if refused else ""
+        why = f" ({max(refused, key=lambda reason: len(refused[reason]))})" if refused else ""
         raise GraftuneError(
             f"there is no row with a prompt{why}", where=label(value), fix="give rows with a prompt or messages"
         )

@@ -53,6 +53,7 @@ class LossRow(NamedTuple):
     beta: float = 0.0  # unless it is set
     lr: float | None = None  # unless it is set; None: by the size of the model (settings/auto.py)
     clip_high: float = 0.0  # unless it is set
+    label_smoothing: float = 0.0  # unless it is set
 
 
 _BETA, _LR = 0.1, 1e-5
@@ -60,6 +61,7 @@ _COMPARED = ("reference", "reference_pass")
 _PAIR = ("beta", "sft_share", *_COMPARED)
 _RATED = ("beta", "desirable_weight", "undesirable_weight", *_COMPARED)
 _POLICY = ("divide", "divide_by", "ratios", "kl", "temperature", *_COMPARED)
+_OWN = ("beta", "clip_high", "label_smoothing")
 LOSSES: dict[str, LossRow] = {
     "cross_entropy": LossRow(CrossEntropy),
     "anchored": LossRow(Anchored, ("anchor", "reference_pass")),
@@ -67,7 +69,7 @@ LOSSES: dict[str, LossRow] = {
     "dpo_norm": LossRow(pairs.DpoNorm, _PAIR, _BETA, _LR),
     "ipo": LossRow(pairs.Ipo, _PAIR, _BETA, _LR),
     "hinge": LossRow(pairs.Hinge, _PAIR, _BETA, _LR),
-    "robust": LossRow(pairs.Robust, (*_PAIR, "label_smoothing"), _BETA, _LR),
+    "robust": LossRow(pairs.Robust, (*_PAIR, "label_smoothing"), _BETA, _LR, label_smoothing=0.1),
     "apo_zero": LossRow(pairs.ApoZero, _PAIR, _BETA, _LR),
     "simpo": LossRow(pairs.SimPo, ("beta", "sft_share", "gamma"), 2.5, _LR),
     "orpo": LossRow(pairs.Orpo, ("beta",), _BETA, _LR),
@@ -89,8 +91,13 @@ def choose(settings: TrainConfig) -> Loss:
                 f"{setting} is set and loss is {name}, which does not use it",
                 fix=f"leave {setting} out, or set loss to {users}",
             )
+    if "divide_by" in row.settings and settings.divide != "constant" and settings.divide_by != default.divide_by:
+        raise GraftuneError(
+            f"divide_by is set and divide is {settings.divide}, which does not use it",
+            fix="leave divide_by out, or set divide to constant",
+        )
     values = {setting: getattr(settings, setting) for setting in row.settings if setting != "reference_pass"}
-    values |= {name: values[name] or getattr(row, name) for name in ("beta", "clip_high") if name in values}
+    values |= {name: values[name] or getattr(row, name) for name in _OWN if name in values}
     loss = row.make(**values)
     if loss.reference == "base" and settings.method != "lora":
         other = "reference to start" if "reference" in row.settings else "loss to cross_entropy"

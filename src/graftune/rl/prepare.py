@@ -28,6 +28,7 @@ from graftune.runtime import set_up
 from graftune.session import Session, open_session, reader_of, text
 from graftune.settings import auto
 from graftune.settings.config import Config
+from graftune.settings.sections import NOT_FOR_REWARDS
 from graftune.settings.sources import DataValue, label
 from graftune.tokenizer import Tokenizer
 from graftune.tokenizer.template import today
@@ -80,6 +81,8 @@ def prepare_rl(
     `held`. `before`: the settings so far of a run that is resumed."""
     if before is None and not config.data.date:
         config = config.replace(date=today().isoformat())
+    if before is None and (unused := config.set_of(NOT_FOR_REWARDS)):
+        console.warn(f"settings that a run with rewards does not use: {', '.join(unused)}")
     config, chosen_length = with_policy_loss(config), config.data.max_seq_len
     if not config.data.data:
         raise GraftuneError("there is no data", fix="name a file of prompts behind the base")
@@ -187,9 +190,10 @@ def _fitting(
                 raise Refusal(f"a prompt longer than the {most} tokens that max_seq_len leaves beside answer_tokens")
             kept.append((prompt, tokens))
         except Refusal as refusal:
-            found.refused[refusal.reason] += 1
-    for reason, count in found.refused.items():
-        console.warn(f"{label(value)}: {counted(count, 'row')} left out: {reason}")
+            found.refused.setdefault(refusal.reason, []).append(prompt.place)
+    for reason, places in found.refused.items():
+        which = ", ".join(places[:3]) + (" and others" if len(places) > 3 else "")
+        console.warn(f"{label(value)}: {counted(len(places), 'row')} left out: {reason} ({which})")
     if not kept:
         raise GraftuneError("no prompt can be used", where=label(value), fix="set max_seq_len, or lower answer_tokens")
     return kept

@@ -13,7 +13,7 @@ import datetime
 import functools
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,11 @@ class Config:
                 given.setdefault(leaf.section, {})[leaf.name] = _checked(leaf, values[leaf.name], "config")
         changed = {name: dataclasses.replace(getattr(self, name), **section) for name, section in given.items()}
         return dataclasses.replace(self, **changed)
+
+    def set_of(self, names: Iterable[str]) -> list[str]:
+        """Those of these settings that are not at their default."""
+        now, default = self.flat(), Config().flat()
+        return [name for name in names if now[name] != default[name]]
 
     def flat(self) -> dict[str, Any]:
         return {name: value for section in self.nested().values() for name, value in section.items()}

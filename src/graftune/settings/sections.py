@@ -20,6 +20,13 @@ LOSS_SETTINGS = (
     "loss", "anchor", "beta", "gamma", "label_smoothing", "sft_share", "desirable_weight", "undesirable_weight",
     "reference", "reference_pass", "clip_low", "clip_high", "ratios", "divide", "divide_by", "kl", "temperature",
 )  # fmt: skip
+# Those of data with answers, and of runs over such data: reinforcement learning uses none of them.
+NOT_FOR_REWARDS = (
+    *("train_on", "prompt_form", "train_reasoning", "append_eos", "tokens_per_step", "anchor", "beta", "gamma"),
+    *("label_smoothing", "sft_share", "desirable_weight", "undesirable_weight", "reference_pass", "shard_base"),
+    *("metric", "metric_goal", "metric_records", "metric_seconds", "best", "score", "score_records", "sample_every"),
+    *("sample_tokens", "trace_steps", "profile_every", "deadline", "wait_gpu", "memory_share"),
+)
 
 # Whether a resumed run may have another value. fixed: no, since it decides what the run computes. content: a file or
 # folder that may have moved; a digest of its content is compared instead. stored: yes, and config.yaml keeps the new
@@ -232,7 +239,11 @@ class TrainConfig:
     )
     gamma: float = opt(1.375, "simpo: margin by which the chosen answer has to win", resume="fixed", min=0)
     label_smoothing: float = opt(
-        0.1, "robust: share of the pairs that are taken to be the wrong way round", resume="fixed", min=0, max=0.49
+        0.0,
+        "robust: share of the pairs that are taken to be the wrong way round; 0: 0.1",
+        resume="fixed",
+        min=0,
+        max=0.49,
     )
     sft_share: float = opt(
         0.0,

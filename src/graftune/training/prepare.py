@@ -89,6 +89,8 @@ def prepare_run(
     `held` is open. `before`: the settings so far of a run that is resumed."""
     if before is None and not config.data.date:
         config = config.replace(date=ranks.from_lead(lambda: today().isoformat()))
+    if before is None and (unused := config.set_of(vars(config.rl))):
+        console.warn(f"settings that only a run with rewards uses: {', '.join(unused)}")
     ranks.from_lead(lambda: check_metric(config))
     device = ranks.device(config.base.device)
     for note in set_up(device):  # a missing package is reported before data is read
@@ -204,6 +206,8 @@ def _read(config: Config, base: Base, adapter: Adapter | None, path: DataValue, 
     examples_sha256 = hashlib.sha256((training.digest + validation.digest).encode()).hexdigest()
     validation = validation.at_most(config.data.eval_examples, config.train.seed)
     _report_data(console, whole, training, validation)
+    if text := loss.data.warning(training.examples):
+        console.warn(text)
     longest = max(training.longest, validation.longest)
     if longest > base.spec.max_positions:
         raise GraftuneError(
