@@ -19,6 +19,7 @@ from graftune.kernels.augmented_weight import Adapters
 from graftune.kernels.lora_linear import Copy
 from graftune.model.arena import Arena, LoraGroup, Slot
 from graftune.model.feed_forward.expert_projection import ExpertLora
+from graftune.model.feed_forward.experts import PARAMETERS
 from graftune.model.part import PartSpec
 from graftune.model.spec import ModelSpec
 from graftune.settings.sections import LoraConfig
@@ -65,12 +66,11 @@ def targets_of(spec: ModelSpec, config: LoraConfig) -> tuple[str, ...]:
 
 
 def _parts_of(spec: ModelSpec, target: str) -> tuple[str, ...]:
-    """The target; where the model does not have it and it is the fused one of others (PEFT's name for the experts' gate
-    and up), these."""
+    """The projections of the experts if it is PEFT's name for a parameter that holds them; else the target itself."""
     modules, _, name = target.rpartition(".")
-    parts = tuple(f"{modules}.{part}" if modules else part for part in FUSED.get(name, ()))
-    there = [any(_ends_in(path, one) for path in spec.projections) for one in (target, *parts)]
-    return parts if parts and not there[0] and all(there[1:]) else (target,)
+    known = any(_ends_in(path, target) for path in spec.projections)
+    parts = PARAMETERS.get(name, ()) if spec.experts and not known else ()
+    return tuple(f"{modules}.{part}" if modules else part for part in parts) or (target,)
 
 
 def _ends_in(path: str, target: str) -> bool:

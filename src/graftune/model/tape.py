@@ -13,7 +13,7 @@ place that knows a policy. It asks the branches of a block and contains no code 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -22,6 +22,8 @@ from graftune.kernels import rehearsal
 from graftune.kernels.rehearsal import SAVED
 from graftune.model.block import Block
 from graftune.model.context import PassContext
+
+T = TypeVar("T")
 
 
 class Tape(Protocol):
@@ -36,14 +38,19 @@ class Tape(Protocol):
         """What the branches saved, complete again. Blocks are taken in reverse order, each once."""
 
 
+def _owned(held: T) -> T:
+    """Kept for the backward pass, as the plan's owners have it."""
+    rehearsal.give(SAVED, held)
+    return held
+
+
 @dataclass
 class SaveAll:
     kept: list[list[Any]] = field(default_factory=list)
     inputs_only = False
 
     def keep(self, block: Block, saved: list[Any]) -> None:
-        self.kept.append(saved)
-        rehearsal.give(SAVED, saved)
+        self.kept.append(_owned(saved))
 
     def take(self, block: Block, ctx: PassContext, rows: torch.Tensor | None) -> list[Any]:
         return self.kept.pop()
@@ -67,8 +74,7 @@ class SaveBlockInputs:
     inputs_only = True
 
     def keep(self, block: Block, saved: list[Any]) -> None:
-        self.kept.append(saved[0].x)
-        rehearsal.give(SAVED, saved[0].x)
+        self.kept.append(_owned(saved[0].x))
 
     def take(self, block: Block, ctx: PassContext, rows: torch.Tensor | None) -> list[Any]:
         return block.recompute(self.kept.pop(), ctx, rows)

@@ -69,6 +69,13 @@ class Mapped(ByPieces):
             at += source.shape[0]
 
 
+def few_read(sources: Sequence[RowSource]) -> Iterator[tuple[RowSource, bool]]:
+    """The members of a weight, experts by the hundred, and whether each is read: all of them, in a rehearsal a few."""
+    read = {id(source) for source in rehearsal.few(list(sources))}
+    for source in sources:
+        yield source, id(source) in read
+
+
 def fill(target: torch.Tensor, source: RowSource) -> None:
     """Copy a source into a matrix of its shape, a few rows at a time."""
     device = launch.device_of(target)

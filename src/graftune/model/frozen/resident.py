@@ -6,18 +6,17 @@ import ctypes
 import functools
 import sys
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, Self
 
 import torch
 
 from graftune.arithmetic import ceil_div
-from graftune.kernels import matmul, rehearsal
+from graftune.kernels import matmul
 from graftune.kernels.augmented_weight import Adapters
 from graftune.kernels.lora_linear import Copy, add_product_, members
 from graftune.model.bundles import Place
 from graftune.model.frozen.interface import Augmented, RowSource, row_stride
-from graftune.model.frozen.mapped import fill
+from graftune.model.frozen.mapped import few_read, fill
 
 PAGE = 2 << 20
 HUGE_PAGES = 14  # MADV_HUGEPAGE
@@ -59,9 +58,11 @@ class Dense(Augmented):
         """Filled straight from the sources, a few rows at a time: the peak is the weight and one piece."""
         rows, width = sum(s.shape[0] for s in sources), sources[0].shape[1]
         dense = cls(rows, width, device, dtype, compute, adapter_columns)
-        ends = list(accumulate(source.shape[0] for source in sources))
-        for end, source in rehearsal.few(list(zip(ends, sources, strict=True))):
-            fill(dense.weight[end - source.shape[0] : end], source)
+        at = 0
+        for source, is_read in few_read(sources):
+            if is_read:
+                fill(dense.weight[at : at + source.shape[0]], source)
+            at += source.shape[0]
         return dense
 
     @property

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 from graftune.arithmetic import ceil_div
-from graftune.kernels import nf4, rehearsal
+from graftune.kernels import nf4
 from graftune.kernels.nf4 import Nf4
 from graftune.kernels.nf4.reference import BLOCK, GROUP
 from graftune.model.bundles import Place
 from graftune.model.frozen.interface import CheckpointWeight, RowSource
-from graftune.model.frozen.mapped import pieces, read_to
+from graftune.model.frozen.mapped import few_read, pieces, read_to
 from graftune.model.frozen.weight_format import WeightFormat
 
 MANY = 3  # members of a projection that is no mixture's: q, k and v
@@ -130,11 +130,10 @@ class Nf4Format(WeightFormat):
 
     def pack_all(self, sources: Sequence[RowSource], device: torch.device) -> list[Nf4Rows]:
         """Experts, which are many, become one member if they can: it takes one launch to dequantise."""
-        thorough = {id(source) for source in rehearsal.few(list(sources))}
         members: list[Nf4Rows] = []
-        for source in sources:
-            here = id(source) in thorough or source.shape != sources[0].shape
-            members.append(self.pack(source, device) if here else members[0].moved(torch.empty_like))
+        for source, is_read in few_read(sources):
+            alike = not is_read and source.shape == members[0].shape
+            members.append(members[0].moved(torch.empty_like) if alike else self.pack(source, device))
         together = nf4.joined([member.nf4 for member in members]) if len(members) > MANY else None
         return members if together is None else [Nf4Rows(together)]
 
