@@ -145,7 +145,6 @@ def test_one_table_has_every_loss() -> None:
     [
         ({"beta": 0.2}, "beta is set and loss is cross_entropy, which does not use it; leave beta out, or set"),
         ({"loss": "dpo", "gamma": 1.0}, "gamma is set and loss is dpo, .* or set loss to simpo"),
-        ({"loss": "dpo", "label_smoothing": 0.1}, "label_smoothing is set and loss is dpo, .* or set loss to robust"),
         ({"loss": "ppo", "divide_by": 64.0}, "divide_by is set and divide is tokens, .* or set divide to constant"),
         ({"loss": "orpo", "sft_share": 0.5}, "sft_share is set and loss is orpo"),
         ({"loss": "simpo", "reference": "start"}, "reference is set and loss is simpo"),

@@ -196,7 +196,7 @@ def test_a_heartbeat_line_is_written_after_some_seconds_of_silence(impatient: No
         err.wait()
     assert err.getvalue().startswith("planning memory\n")
     with console.progress(24) as bar:
-        bar.part = "3 of 64 answers sampled"
+        bar.activity = "3 of 64 answers sampled"
         err.wait()
         bar.update(7, loss=1.0)
         with console.progress(60, label="validating", unit="examples"):

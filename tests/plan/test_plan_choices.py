@@ -343,6 +343,7 @@ def test_an_8b_in_nf4_samples_and_trains_on_12_gib() -> None:
     runtime, card = runtime_for(config, memory)
     about, sampled = (config, base_of(case, runtime.device), runtime, card, memory, longest, None), (256, longest, 8)
     made = training_job(*about, evaluates=False, sampled=(Request(*sampled),))
+    assert made.shapes(1 << 20).capacity == 16384, "the plan is for no more tokens than the round has"
     plan = best(made)
     assert plan.fits and plan.needed + job.CONTEXT_BYTES <= memory and made.at_once == 8
     assert 1 << 30 <= plan.bytes.owners[CACHE] < 1.1 * (1 << 30), "the prompt is there once"

@@ -126,7 +126,7 @@ def test_an_operation_without_a_rule_is_named(of: Callable[..., Setup]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "nf4"])
-def test_a_few_experts_tell_of_all(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_experts_are_counted(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading is rehearsed with the first two members of a weight and the last; the others only take their memory."""
     of = gpu(kind=kind, spec=spec(experts=8, chosen=2, family="qwen3_moe", width=256))
     few = rehearse(of)

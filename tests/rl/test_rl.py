@@ -23,6 +23,8 @@ from graftune.losses import CrossEntropy
 from graftune.observe.events import read_events
 from graftune.rl.rewards import Rewards, advantages_of
 from graftune.rl.rounds import example_of
+from graftune.session.batches import BatchFeed
+from graftune.session.parts import Parts
 from graftune.settings.config import Config
 from graftune.settings.sections import DataConfig, RlConfig
 from tests.losses import sampled
@@ -126,11 +128,19 @@ def test_a_function_that_needs_what_the_data_lacks_is_refused(functions: Path) -
     rewards = Rewards(RlConfig(reward=tuple(f"{functions}:{name}" for name in ("length", "wanted"))))
     try:
         rewards.check()
-        rewards.check_columns(["want", "other"])
+        rewards.take_columns(["want", "other"])
+        (found,) = rewards([PromptRow([], "a", {}, 0)], [["x"]], lambda: None).by_function["wanted"]
+        assert found is None, "a row that lacks a column of the data has None there"
         with pytest.raises(GraftuneError, match=r"wanted takes want, which the data does not have.*\(other\)"):
-            rewards.check_columns(["other"])
+            rewards.take_columns(["other"])
     finally:
         rewards.close()
+
+
+def test_a_parameter_that_has_no_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def reward(prompts, /, completions): return []")
+    with pytest.raises(GraftuneError, match="takes prompts by its place"):
+        Rewards(RlConfig(reward=(str(tmp_path / "own.py"),))).check()
 
 
 def test_a_function_is_not_taken_for_a_figure(functions: Path) -> None:
@@ -277,13 +287,39 @@ def test_eval_of_a_run_is_the_cross_entropy(straight: Path, tmp_path: Path, caps
 def test_stopped_within_a_round_and_resumed_is_straight(
     settings: dict[str, Any], straight: Path, tmp_path: Path
 ) -> None:
-    def stop(event: dict[str, Any]) -> str | None:
-        return "stop" if event["event"] == "step" and event["step"] == 3 else None
-
-    result = graftune.train(**settings, out=str(tmp_path / "run"), callbacks=[stop])
-    assert (result.stopped, result.steps) == ("interrupted", 3)
+    stop_after(3, settings, tmp_path / "run")
     graftune.train(resume=tmp_path / "run")
     assert adapter_bytes(tmp_path / "run") == adapter_bytes(straight)
+
+
+def test_a_resume_has_the_shapes_of_the_straight_run(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they are fixed, as on a GPU: in another shape, sums may be rounded otherwise. The long prompt is in the
+    first round, so that a resumed run by itself would choose a smaller shape."""
+    shapes: list[Any] = []
+    real = BatchFeed._own_shape
+    monkeypatch.setattr(Parts, "fixed_shapes", property(lambda self: True))
+    monkeypatch.setattr(BatchFeed, "_own_shape", lambda *given: shapes.append(real(*given)) or shapes[-1])
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"word {n} " * (40 if n == 3 else 1)}) + "\n" for n in range(6)))
+    few = settings | {"data": str(data), "val_split": 0.0, "samples": 0, "updates_per_round": 1}
+    few |= {"tokens_per_micro_batch": 4096}  # at most: the answers decide
+    graftune.train(**few, out=str(tmp_path / "straight"))
+    straight, shapes[:] = list(shapes), []
+    stop_after(1, few, tmp_path / "run")
+    graftune.train(resume=tmp_path / "run")
+    assert shapes == straight and len(straight) == 2
+    assert straight[0] == straight[1] and straight[0].capacity == 512
+    assert adapter_bytes(tmp_path / "run") == adapter_bytes(tmp_path / "straight")
+
+
+def stop_after(step: int, settings: dict[str, Any], out: Path) -> None:
+    def stop(event: dict[str, Any]) -> str | None:
+        return "stop" if event["event"] == "step" and event["step"] == step else None
+
+    result = graftune.train(**settings, out=str(out), callbacks=[stop])
+    assert (result.stopped, result.steps) == ("interrupted", step)
 
 
 def test_an_edited_reward_is_warned_about_on_resume(
@@ -320,12 +356,15 @@ def test_a_run_without_a_reward_says_so(
     ("other", "why"),
     [
         ({"loss": "dpo"}, "does not train on rewards"),
+        ({"reward": ":wanted"}, "the reward wanted takes want, which the data does not have"),
         ({"answer_tokens": 128, "max_seq_len": 64}, "128 and max_seq_len is 64, which leaves no token for a prompt"),
     ],
 )
 def test_settings_that_do_not_fit_rewards_are_refused(
-    other: dict[str, Any], why: str, settings: dict[str, Any], tmp_path: Path
+    other: dict[str, Any], why: str, settings: dict[str, Any], functions: Path, tmp_path: Path
 ) -> None:
+    if "reward" in other:
+        other = {"reward": (str(functions) + other["reward"],)}
     with pytest.raises(GraftuneError, match=why):
         graftune.train(**settings | other, out=str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()

@@ -161,6 +161,18 @@ def test_twenty_rounds_of_other_lengths_are_captured_at_most_twice(fixed, opened
     assert all(size.bit_count() == 1 for size in (shape.tokens, shape.documents, shape.rows)), "powers of two"
 
 
+def test_a_saved_state_has_the_shape(fixed, tmp_path):
+    """In another one, sums may be rounded otherwise."""
+    first = fixed(loss="cispo")
+    stepped(first, answers(1, 90, 40))
+    shape = first.parts.own_shape
+    first.save_state(tmp_path / "state")
+    second = fixed(loss="cispo")
+    second.load_state(tmp_path / "state")
+    stepped(second, answers(2, 9))
+    assert second.parts.own_shape == shape and second.parts.pipeline.captured == 1
+
+
 @pytest.mark.thorough
 def test_fresh_data_sets_are_captured_a_few_times(fixed):
     session, draw = fixed(tokens_per_step=256, tokens_per_micro_batch=128, val_split=0.0), np.random.default_rng(5)

@@ -75,7 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(note, file=sys.stderr)
         if line.verbose:
             logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(name)s: %(message)s")
-        if line.arguments in ([], ["--help"], ["-h"]):  # the list of commands has the first line of each one's text
+        given = set(line.arguments)
+        if not given or (
+            given & {"--help", "-h"} and not given & COMMANDS.keys()
+        ):  # the list has each one's first line
             for name in COMMANDS:
                 _ = app[name]
         with warnings.catch_warnings(), every_setting(line.help_all):

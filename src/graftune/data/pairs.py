@@ -16,6 +16,7 @@ from typing import Any
 from graftune.batch import Example
 from graftune.data import columns
 from graftune.data.columns import ASKS, CHATS, EXTRAS, LABELS, MEDIA, SYSTEMS, WEIGHT, filled, normal
+from graftune.data.encoded import numbers_of
 from graftune.data.kind import ANSWERS, DataKind, number_of
 from graftune.data.record import Record, to_record
 from graftune.data.row import Refusal, plain, quoted, type_name
@@ -79,10 +80,10 @@ class RatedKind(DataKind):
         return {"label": value}
 
     def warning(self, examples: Sequence[Example]) -> str:
-        first = next((example.numbers["label"] for example in examples), None)
-        if any(example.numbers["label"] != first for example in examples):
+        labels = numbers_of(examples, "label", 0.0)
+        if not len(labels) or labels.min() != labels.max():
             return ""
-        rated, other = ("good", "bad") if first else ("bad", "good")
+        rated, other = ("good", "bad") if labels[0] else ("bad", "good")
         return f"every answer is rated {rated}: a loss of ratings needs some that are {other}, too"
 
 

@@ -53,7 +53,6 @@ class LossRow(NamedTuple):
     beta: float = 0.0  # unless it is set
     lr: float | None = None  # unless it is set; None: by the size of the model (settings/auto.py)
     clip_high: float = 0.0  # unless it is set
-    label_smoothing: float = 0.0  # unless it is set
 
 
 _BETA, _LR = 0.1, 1e-5
@@ -61,7 +60,6 @@ _COMPARED = ("reference", "reference_pass")
 _PAIR = ("beta", "sft_share", *_COMPARED)
 _RATED = ("beta", "desirable_weight", "undesirable_weight", *_COMPARED)
 _POLICY = ("divide", "divide_by", "ratios", "kl", "temperature", *_COMPARED)
-_OWN = ("beta", "clip_high", "label_smoothing")
 LOSSES: dict[str, LossRow] = {
     "cross_entropy": LossRow(CrossEntropy),
     "anchored": LossRow(Anchored, ("anchor", "reference_pass")),
@@ -69,7 +67,7 @@ LOSSES: dict[str, LossRow] = {
     "dpo_norm": LossRow(pairs.DpoNorm, _PAIR, _BETA, _LR),
     "ipo": LossRow(pairs.Ipo, _PAIR, _BETA, _LR),
     "hinge": LossRow(pairs.Hinge, _PAIR, _BETA, _LR),
-    "robust": LossRow(pairs.Robust, (*_PAIR, "label_smoothing"), _BETA, _LR, label_smoothing=0.1),
+    "robust": LossRow(pairs.Robust, (*_PAIR, "label_smoothing"), _BETA, _LR),
     "apo_zero": LossRow(pairs.ApoZero, _PAIR, _BETA, _LR),
     "simpo": LossRow(pairs.SimPo, ("beta", "sft_share", "gamma"), 2.5, _LR),
     "orpo": LossRow(pairs.Orpo, ("beta",), _BETA, _LR),
@@ -97,7 +95,7 @@ def choose(settings: TrainConfig) -> Loss:
             fix="leave divide_by out, or set divide to constant",
         )
     values = {setting: getattr(settings, setting) for setting in row.settings if setting != "reference_pass"}
-    values |= {name: values[name] or getattr(row, name) for name in _OWN if name in values}
+    values |= {name: values[name] or getattr(row, name) for name in ("beta", "clip_high") if name in values}
     loss = row.make(**values)
     if loss.reference == "base" and settings.method != "lora":
         other = "reference to start" if "reference" in row.settings else "loss to cross_entropy"

@@ -44,7 +44,7 @@ def targets_of(spec: ModelSpec, config: LoraConfig) -> tuple[str, ...]:
     """The paths of the projections that get adapters. A target is a path, or a name that stands for all paths that end
     in it."""
     wanted = {path for kind in spec.kinds for target in config.targets for path in kind.expand_target(target)}
-    named = tuple(one for target in config.targets if target not in PARTS for one in _parts_of(spec, target))
+    named = tuple(one for target in config.targets if target not in PARTS for one in _expert_projections(spec, target))
     asked = expand_targets(named) if named else ()
     matching = {target: [path for path in spec.projections if _ends_in(path, target)] for target in (*asked, *FUSED)}
     wanted |= {path for target in asked for path in matching[target]}
@@ -65,12 +65,14 @@ def targets_of(spec: ModelSpec, config: LoraConfig) -> tuple[str, ...]:
     return tuple(p for p in spec.projections if p in wanted)
 
 
-def _parts_of(spec: ModelSpec, target: str) -> tuple[str, ...]:
-    """The projections of the experts if it is PEFT's name for a parameter that holds them; else the target itself."""
+def _expert_projections(spec: ModelSpec, target: str) -> tuple[str, ...]:
+    """What PEFT's name for a parameter of experts stands for (experts.gate_up_proj); any other target stays."""
     modules, _, name = target.rpartition(".")
-    known = any(_ends_in(path, target) for path in spec.projections)
-    parts = PARAMETERS.get(name, ()) if spec.experts and not known else ()
-    return tuple(f"{modules}.{part}" if modules else part for part in parts) or (target,)
+    stem = modules or "experts"
+    if stem.rpartition(".")[2] != "experts" or any(_ends_in(path, target) for path in spec.projections):
+        return (target,)
+    wanted = [f"{stem}.{member}" for member in PARAMETERS.get(name, ())]
+    return tuple(path for path in spec.projections if any(_ends_in(path, one) for one in wanted)) or (target,)
 
 
 def _ends_in(path: str, target: str) -> bool:

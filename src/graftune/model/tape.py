@@ -38,8 +38,8 @@ class Tape(Protocol):
         """What the branches saved, complete again. Blocks are taken in reverse order, each once."""
 
 
-def _owned(held: T) -> T:
-    """Kept for the backward pass, as the plan's owners have it."""
+def _reported(held: T) -> T:
+    """Tells the memory plan that these are saved activations."""
     rehearsal.give(SAVED, held)
     return held
 
@@ -50,7 +50,7 @@ class SaveAll:
     inputs_only = False
 
     def keep(self, block: Block, saved: list[Any]) -> None:
-        self.kept.append(_owned(saved))
+        self.kept.append(_reported(saved))
 
     def take(self, block: Block, ctx: PassContext, rows: torch.Tensor | None) -> list[Any]:
         return self.kept.pop()
@@ -74,7 +74,7 @@ class SaveBlockInputs:
     inputs_only = True
 
     def keep(self, block: Block, saved: list[Any]) -> None:
-        self.kept.append(_owned(saved[0].x))
+        self.kept.append(_reported(saved[0].x))
 
     def take(self, block: Block, ctx: PassContext, rows: torch.Tensor | None) -> list[Any]:
         return block.recompute(self.kept.pop(), ctx, rows)

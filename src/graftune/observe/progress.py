@@ -42,7 +42,7 @@ class WorkProgress:
         self.loss = ""
         self.rates: list[str] = []
         self.without_floor = ""  # shown instead of the share of the floor
-        self.part = ""  # what a step of several parts is doing, where a step takes long
+        self.activity = ""  # what the step is doing, where steps take long
 
     def update(
         self,
@@ -133,8 +133,8 @@ class LineProgress(WorkProgress):
             running = self.meter.since_last
             if running < 1.0 and (self.loss or self.rates):  # steps come quickly: nothing is stuck
                 return self.line()
-            part = f", {self.part}" if self.part else ""
-            return f"step {min(self.done + 1, self.total)}/{self.total}: running for {running:.0f} s{part}"
+            doing = f", {self.activity}" if self.activity else ""
+            return f"step {min(self.done + 1, self.total)}/{self.total}: running for {running:.0f} s{doing}"
         return self.line()
 
     def _due(self) -> bool:
@@ -190,7 +190,7 @@ class BarProgress(WorkProgress):
         """What every terminal shows, and what a narrow one cuts off."""
         left = self.meter.left if self.done < self.total else None
         estimate = [f"left {clock_text(left)}"] if left is not None else []
-        kept = [self.count() if self.total else "", self.part or self.loss]
+        kept = [self.count() if self.total else "", self.activity or self.loss]
         return "  ".join(filter(None, kept)), "  ".join([*estimate, *self.rates, clock_text(self.age)])
 
 

@@ -81,9 +81,9 @@ def prepare_rl(
     `held`. `before`: the settings so far of a run that is resumed."""
     if before is None and not config.data.date:
         config = config.replace(date=today().isoformat())
-    if before is None and (unused := config.set_of(NOT_FOR_REWARDS)):
-        console.warn(f"settings that a run with rewards does not use: {', '.join(unused)}")
     config, chosen_length = with_policy_loss(config), config.data.max_seq_len
+    if before is None and (unused := config.not_default(NOT_FOR_REWARDS)):
+        console.warn(f"settings that a run with rewards does not use: {', '.join(unused)}")
     if not config.data.data:
         raise GraftuneError("there is no data", fix="name a file of prompts behind the base")
     rewards = Rewards(config.rl)
@@ -100,7 +100,7 @@ def prepare_rl(
         config, base, adapter = opened(config)
     with console.working("reading the data"):
         data = _read(config, reader_of(config, base, adapter), config.data.data, console)
-    rewards.check_columns(data.columns)
+    rewards.take_columns(data.columns)
     if not chosen_length:  # no longer than needed: memory is planned for it
         config = config.replace(max_seq_len=_needed(config, data))
     config = _with_auto(config, base.spec.parameters, console)
@@ -116,6 +116,7 @@ def prepare_rl(
         layout = session.loss.layout(())
         plan = plan_session(parts, None, layout, card=card, free=free, process=process, sampled=sampled)
     session.feed.resolve_auto(None, session.loss.layout(()))  # where memory is not planned
+    session.feed.asked_tokens = 0  # the answers decide the shape of a micro-batch, as the plan has it
     return PreparedRl(folder, parts, plan, before, ranks, session, data, rewards)
 
 
@@ -167,7 +168,7 @@ def _read(config: Config, tokenizer: Tokenizer, value: DataValue, console: Conso
     )
     both = (*training, *chosen)
     columns = list(dict.fromkeys(name for row, _ in both for name in row.columns))
-    for name in set(GIVEN).intersection(columns):
+    for name in [one for one in GIVEN if one in columns]:
         console.warn(f"reward functions do not see the column {name}: under this name they are given the {name}")
     lengths = [len(tokens) for _, tokens in both]
     return PromptSplit([row for row, _ in training], [row for row, _ in chosen], data, digest, lengths, columns)

@@ -65,6 +65,7 @@ class Rewards:
         counts = {one.name: sum(other.name == one.name for other in names) for one in names}
         self.weights: dict[str, float] = {}
         self.functions: dict[str, UserFunction] = {}
+        self.columns: tuple[str, ...] = ()  # of the data; a row that lacks one has None
         for one in names:
             alone = counts[one.name] == 1 and one.name not in FIGURES
             name = one.name if alone else f"{one.path.stem}.{one.name}"
@@ -81,8 +82,9 @@ class Rewards:
                     f"the reward {name} cannot be used: {why}", where=str(function.path), fix="correct it"
                 )
 
-    def check_columns(self, columns: Collection[str]) -> None:
-        """Refuse functions that need what the data does not have. Follows `check`."""
+    def take_columns(self, columns: Collection[str]) -> None:
+        """The columns that functions are given. Refuses functions that need others. Follows `check`."""
+        self.columns = tuple(columns)
         for name, function in self.functions.items():
             missing = [one for one in function.needed if one not in (*GIVEN, *columns)]
             if missing:
@@ -104,7 +106,7 @@ class Rewards:
         unusable: set[int] = set()
         for name, function in self.functions.items():
             function.hangs = 0
-            values, bad = _called(function, prompts, answers, between)
+            values, bad = _called(function, self.columns, prompts, answers, between)
             found.by_function[name] = values
             unusable |= bad.keys()
             if bad:
@@ -120,33 +122,36 @@ class Rewards:
 
 def _called(
     function: UserFunction,
+    columns: Sequence[str],
     prompts: Sequence[PromptRow],
     answers: Sequence[Sequence[str]],
     between: Between,
 ) -> tuple[list[float | None], dict[int, str]]:
     """The numbers of one function, and why it has none for some answers, by place."""
     try:
-        found = function(_arguments(prompts, answers), between)
+        found = function(_arguments(columns, prompts, answers), between)
         return found["numbers"], {int(place): why for place, why in found["bad"].items()}
     except CallFailed as error:
-        if len(prompts) == 1 or function.hangs or (error.wrong_count and max(map(len, answers)) == 1):
+        if len(prompts) == 1 or function.hangs or (error.wrong_count and max(map(len, answers), default=0) < 2):
             count = sum(map(len, answers))
             return [None] * count, dict.fromkeys(range(count), str(error))
     values: list[float | None] = []
     bad: dict[int, str] = {}
     for prompt, group in zip(prompts, answers, strict=True):
         start = len(values)
-        some, wrong = _called(function, [prompt], [group], between)
+        some, wrong = _called(function, columns, [prompt], [group], between)
         values += some
         bad |= {start + place: why for place, why in wrong.items()}
     return values, bad
 
 
-def _arguments(prompts: Sequence[PromptRow], answers: Sequence[Sequence[str]]) -> dict[str, Any]:
+def _arguments(
+    columns: Sequence[str], prompts: Sequence[PromptRow], answers: Sequence[Sequence[str]]
+) -> dict[str, Any]:
     """As TRL passes them: lists of equal length, with each prompt repeated; conversations get conversations back."""
     pairs = [(prompt, text) for prompt, group in zip(prompts, answers, strict=True) for text in group]
-    columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
-    given: dict[str, Any] = {name: [prompt.columns.get(name) for prompt, _ in pairs] for name in columns}
+    names = dict.fromkeys((*columns, *(name for prompt in prompts for name in prompt.columns)))
+    given: dict[str, Any] = {name: [prompt.columns.get(name) for prompt, _ in pairs] for name in names}
     given["prompts"] = [prompt.given for prompt, _ in pairs]
     turns = [[{"role": "assistant", "content": text}] for _, text in pairs]
     given["completions"] = [

@@ -88,7 +88,7 @@ def draw(
     *,
     step: int,
     seed: int,
-    show: Callable[[str], None] = lambda part: None,
+    show: Callable[[str], None] = lambda text: None,
 ) -> Round:
     """Answer the prompts, reward the answers and compute the advantages. `between` is called while the functions
     compute, `show` with what is being done; `step`: steps before the round."""

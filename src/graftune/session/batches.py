@@ -37,7 +37,7 @@ from graftune.data.summary import counted
 from graftune.data.tokenised import examples_of, is_tokenised
 from graftune.errors import GraftuneError
 from graftune.losses import Loss, stores_reference
-from graftune.session.parts import UNPLANNED, DataPosition, Parts, loader_of
+from graftune.session.parts import OWN, UNPLANNED, DataPosition, Parts, loader_of
 from graftune.session.references import fill, with_references
 from graftune.settings import auto
 from graftune.step.pipeline import Figures
@@ -136,8 +136,6 @@ class StepStats:
             f"tokens={self.tokens}, tok_s={self.tok_s:.0f}{', skipped' if self.skipped else ''})"
         )
 
-
-OWN = "own examples"  # those that come without a data set
 
 # Resolves `auto` when training begins, for a data set (None: for any) in batches of a layout.
 Planner = Callable[[Parts, Dataset | None, BatchLayout], object]

@@ -52,6 +52,7 @@ CACHE_SHARE = 0.4  # or this share of the free memory of a GPU
 
 
 # Settings that decide the batches of a session; its saved state has them.
+OWN = "own examples"  # those that come without a data set
 RESOLVED = ("recompute", "tokens_per_micro_batch", "tokens_per_step", "seed")
 
 
@@ -262,6 +263,18 @@ class Parts:
             self.pipeline.free_graphs()
         return self.shapes[data]
 
+    @property
+    def own_shape(self) -> list[int]:
+        """The fixed shape of micro-batches of examples that came without a data set; empty if there is none. It follows
+        from the batches so far, so that a saved state has it: in another shape, sums may be rounded otherwise."""
+        return list(self.shapes.get(OWN, ()))
+
+    @own_shape.setter
+    def own_shape(self, stored: Sequence[int]) -> None:
+        if stored and self.fixed_shapes and self.own_shape != list(stored):
+            self.shapes[OWN] = Capacities(*stored)
+            self.pipeline.free_graphs()
+
     def evaluated(
         self,
         examples: Sequence[Example],
@@ -336,6 +349,7 @@ class Parts:
         step = vars(self).get("step")
         updates = 0 if step is None else int(step.count)
         progress = Progress(step=steps, epoch=position.epoch, epoch_step=position.step, updates=updates)
+        progress.own_shape = self.own_shape
         identity: dict[str, Any] = {"base": self.base.sha256, "examples": position.data, "resolved": settings}
         return checkpoint.write(folder, self.arena, progress, identity, None if step is None else step.scaler)
 
@@ -355,6 +369,7 @@ class Parts:
         _, identity = checkpoint.read_state(folder)
         progress = checkpoint.load(folder, self.arena, self.step.scaler)
         self.step.count.fill_(progress.updates)
+        self.own_shape = progress.own_shape
         return progress.step, DataPosition(progress.epoch, progress.epoch_step, str(identity.get("examples", "")))
 
     def _write_adapter(self, folder: Path) -> None:

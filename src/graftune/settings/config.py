@@ -84,8 +84,8 @@ class Config:
         changed = {name: dataclasses.replace(getattr(self, name), **section) for name, section in given.items()}
         return dataclasses.replace(self, **changed)
 
-    def set_of(self, names: Iterable[str]) -> list[str]:
-        """Those of these settings that are not at their default."""
+    def not_default(self, names: Iterable[str]) -> list[str]:
+        """Those of these settings that do not have their default value."""
         now, default = self.flat(), Config().flat()
         return [name for name in names if now[name] != default[name]]
 

@@ -150,7 +150,7 @@ def convert(file: ToolFile) -> Conversion:
 
 
 def _order(rule: str) -> int:
-    """What is fixed comes first, and last what adds to other values."""
+    """A rule with a value comes before lists of values, and what is added to other values comes last."""
     return 0 if "=" in rule else 2 if rule == "parameters" else 1
 
 
@@ -245,13 +245,17 @@ def _least_lr(result: Conversion, name: str, value: Any) -> None:
 
 
 def _parameters(result: Conversion, name: str, value: Any) -> None:
-    """Of experts, which PEFT adapts beside the modules of the targets."""
+    """Takes the parameters of experts, which PEFT adapts beside the modules of the targets."""
     given = [str(one) for one in (value if isinstance(value, list) else [value])]
-    if not all(map(is_target, given)):
-        result.leave(name, f"no adapter is trained on {', '.join(one for one in given if not is_target(one))}")
-        return
+    known = [one for one in given if is_target(one)]
+    if len(known) < len(given):
+        rest = ", ".join(one for one in given if one not in known)
+        result.leave(name, f"not taken: {rest} (adapters are on all layers)")
     before = result.settings.pop("targets", "")
-    result.put("targets", before if before == "all_linear" else ",".join(filter(None, (before, *given))), name)
+    if known and before != "all_linear":
+        result.put("targets", ",".join(filter(None, (before, *known))), name)
+    elif before:
+        result.settings["targets"] = before
 
 
 _FUNCTIONS: dict[str, Callable[[Conversion, str, Any], None]] = {

@@ -166,7 +166,7 @@ peft_layers_to_transform peft_layers_pattern
 finetune_language_layers finetune_attention_modules finetune_mlp_modules finetune_vision_layers
     adapters are on all layers; {targets} chooses the projections
 target_parameters lora_target_parameters -> parameters
-    name them in {targets}, as mlp.experts.gate_up_proj
+    name them in {targets}, as experts.gate_up_proj
 save_strategy eval_strategy evaluation_strategy evals_per_epoch saves_per_epoch save_on_each_node
     {save_every}, {save_minutes} and {eval_every} say how often; each epoch is saved and evaluated anyway
 load_best_model_at_end metric_for_best_model greater_is_better save_best_model

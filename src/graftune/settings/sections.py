@@ -20,7 +20,7 @@ LOSS_SETTINGS = (
     "loss", "anchor", "beta", "gamma", "label_smoothing", "sft_share", "desirable_weight", "undesirable_weight",
     "reference", "reference_pass", "clip_low", "clip_high", "ratios", "divide", "divide_by", "kl", "temperature",
 )  # fmt: skip
-# Those of data with answers, and of runs over such data: reinforcement learning uses none of them.
+# Settings that reinforcement learning does not use: those of data with answers, and of runs over such data.
 NOT_FOR_REWARDS = (
     *("train_on", "prompt_form", "train_reasoning", "append_eos", "tokens_per_step", "anchor", "beta", "gamma"),
     *("label_smoothing", "sft_share", "desirable_weight", "undesirable_weight", "reference_pass", "shard_base"),
@@ -239,11 +239,7 @@ class TrainConfig:
     )
     gamma: float = opt(1.375, "simpo: margin by which the chosen answer has to win", resume="fixed", min=0)
     label_smoothing: float = opt(
-        0.0,
-        "robust: share of the pairs that are taken to be the wrong way round; 0: 0.1",
-        resume="fixed",
-        min=0,
-        max=0.49,
+        0.1, "robust: share of the pairs that are taken to be the wrong way round", resume="fixed", min=0, max=0.49
     )
     sft_share: float = opt(
         0.0,

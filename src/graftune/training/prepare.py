@@ -89,7 +89,7 @@ def prepare_run(
     `held` is open. `before`: the settings so far of a run that is resumed."""
     if before is None and not config.data.date:
         config = config.replace(date=ranks.from_lead(lambda: today().isoformat()))
-    if before is None and (unused := config.set_of(vars(config.rl))):
+    if before is None and (unused := config.not_default(vars(config.rl))):
         console.warn(f"settings that only a run with rewards uses: {', '.join(unused)}")
     ranks.from_lead(lambda: check_metric(config))
     device = ranks.device(config.base.device)
@@ -376,8 +376,9 @@ def plan_session(
     training = None if data is None else data.examples
     longest = config.data.max_seq_len if training is None else largest(training, layout)
     planned = auto.with_step_tokens(config, base.spec.parameters)
-    about = planned, base, parts.runtime, card, free, longest, training
-    job = training_job(*about, loss=parts.loss, layout=layout, sampled=sampled)
+    job = training_job(
+        planned, base, parts.runtime, card, free, longest, training, loss=parts.loss, layout=layout, sampled=sampled
+    )
     job.evaluates, job.process = not sampled, process  # with samples, evaluations sample too
     job.placement = placed = parts.placement.fixed  # the frozen weights are already there
     job.places = [(placed.on_host, placed.ranks)]

@@ -209,7 +209,8 @@ def _read_folder(
         checkpoints.restore(state, found)
     events = read_events(state.folder / "metrics.jsonl")
     now = computed_by(state.parts)
-    changes, functions = changed_since(now, events), functions_of(state.config)
+    changes = changed_since(now, events)
+    functions = functions_of(state.config)
     edited = edited_since(functions, events)
     report.log.emit("resume", step=state.progress.step, **now, functions=functions)
     _report_start(state, shape)
@@ -272,7 +273,7 @@ def edited_since(now: dict[str, str], events: Sequence[Event]) -> str:
     edited = [name for name, sha256 in now.items() if before.get(name, sha256) != sha256]
     if not edited:
         return ""
-    return f"the file of {' and '.join(edited)} was edited: its numbers from here on may not be comparable with earlier"
+    return f"the file of {' and '.join(edited)} was edited: later numbers may not be comparable with earlier ones"
 
 
 def typed_command() -> str:

@@ -43,10 +43,12 @@ class WrongCount(ValueError):
 
 
 def needed(function: Callable[..., Any]) -> list[str]:
-    """The parameters without a default; one that cannot be given by its name is named with the slash behind it."""
+    """The parameters without a default."""
     parameters = inspect.signature(function).parameters.values()
     wanted = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    return [f"{p.name}/" if p.kind is p.POSITIONAL_ONLY else p.name for p in wanted]
+    if by_place := [p.name for p in wanted if p.kind is p.POSITIONAL_ONLY]:
+        raise TypeError(f"it takes {by_place[0]} by its place (a slash follows it), and all is given by name")
+    return [p.name for p in wanted]
 
 
 def check_metric(function: Callable[..., Any]) -> None:
@@ -108,7 +110,8 @@ def _error(error: BaseException, path: str) -> str:
     """The error in one line, with its line in the function's file."""
     frames = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     where = f" (line {frames[-1]} of {os.path.basename(path)})" if frames else ""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST] + where
+    kind = "" if isinstance(error, WrongCount) else f"{type(error).__name__}: "  # raised here, and says all
+    return " ".join(f"{kind}{error}".split())[:LONGEST] + where
 
 
 def _main(path: str, name: str, seconds: float, kind: str) -> None:

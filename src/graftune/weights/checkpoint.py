@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,6 +67,7 @@ class Progress:
     first_metric: float | None = None  # as first_loss and best_loss, where a metric is set
     best_metric: float | None = None
     best_failed: int = 0  # calls of the metric that failed at the best step
+    own_shape: list[int] = field(default_factory=list)  # of micro-batches without a data set (Parts.own_shape)
 
 
 def is_sound(arena: Arena) -> bool:

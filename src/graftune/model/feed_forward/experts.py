@@ -79,7 +79,7 @@ class ExpertsSpec(FeedForwardSpec):
     def norms(self) -> dict[str, int]:
         return {self.own_norm: self.width} if self.own_norm else {}
 
-    @cached_property  # of thousands of names, and every tensor of a file is looked up
+    @cached_property  # it has thousands of names and is read for every tensor
     def weights(self) -> dict[str, tuple[int, ...]]:
         found = {self.named(name): shape for name, shape in self.tensors.items()}
         for parameter, members in PARAMETERS.items():

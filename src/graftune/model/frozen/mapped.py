@@ -70,7 +70,7 @@ class Mapped(ByPieces):
 
 
 def few_read(sources: Sequence[RowSource]) -> Iterator[tuple[RowSource, bool]]:
-    """The members of a weight, experts by the hundred, and whether each is read: all of them, in a rehearsal a few."""
+    """Yields each member of a weight and whether to read it. A rehearsal reads only a few of many."""
     read = {id(source) for source in rehearsal.few(list(sources))}
     for source in sources:
         yield source, id(source) in read
