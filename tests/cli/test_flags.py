@@ -80,7 +80,7 @@ FROZEN = {
         --samples-at-once --save-every --save-minutes --schedule --seed --stop-on-warning
         --stop-within --strict --targets --temperature --template --template-vars --threads
         --tokens-per-micro-batch --track --train-norms --updates-per-round --val-split --warmup
-        --watch --weight-decay -c BASE DATA""",
+        --watch --weight-decay -c BASE DATA MORE""",
     "init": """--append-eos --base-dtype --date --device --eval-data --eval-examples --force --json --map --max-seq-len
         --max-unpacked --no-append-eos --no-strict --out --prompt-form --revision --strict --template --template-vars
         --train-on --train-reasoning --val-split BASE DATA MORE""",

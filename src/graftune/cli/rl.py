@@ -21,6 +21,7 @@ def rl(
     base: Annotated[str, Parameter(show_default=False)] = "",
     data: Annotated[str, Parameter(show_default=False)] = "",
     /,
+    *more: Annotated[str, Parameter(name="MORE", show_default=False)],
     config: Annotated[str, Parameter(name=["--config", "-c"], show_default=False)] = "",
     resume: Annotated[str, Parameter(show_default=False)] = "",
     print_config: Switch = False,
@@ -40,6 +41,8 @@ def rl(
         Hugging Face name or folder, or a .gguf file.
     data
         Prompts: a .jsonl, .json, .csv or .parquet file, a folder or glob of them, or a Hub data set.
+    more
+        More prompts: all of them are read (a glob that the shell expanded).
     config
         YAML file of settings; flags override it.
     resume
@@ -54,7 +57,7 @@ def rl(
         Open the page of graftune watch beside the training, and say its address.
     """
     console = Console(json=json, quiet=quiet)
-    flags = positional(given(settings), base=base, data=data)
+    flags = positional(given(settings), base=base, data=[data, *more] if more else data)
     whole, flags = settings_of(config, flags, resume, console)
     if print_config:
         return show_config(Config.of(whole.flat(), flags) if resume else whole, console)

@@ -68,8 +68,10 @@ load_in_4bit quantization_bit bits q_bits -> base_dtype
     set {base_dtype} to nf4 for QLoRA (4 bits, as bitsandbytes'); left at auto it is chosen where memory is short
 quantize qlora bnb_4bit quantization quantization_config bnb_4bit_quant_type bnb_4bit_compute_dtype
 bnb_4bit_use_double_quant double_quantization bnb_config bnb_4bit_quant_storage use_bnb_nested_quant
-quantization_type quantization_method bnb_config_kwargs
+quantization_type bnb_config_kwargs
     set {base_dtype} to nf4 for QLoRA (4 bits, as bitsandbytes'); left at auto it is chosen where memory is short
+quantization_method
+    graftune export RUN --to gguf --type Q4_K_M writes a quantised model
 load_in_8bit int8 gptq awq load_in_fp8
     there are no LLM.int8 weights here: set {base_dtype} to fp8 for 8 bits, or to nf4 for 4
 bf16 fp16 bfloat16 float16 float32 half pure_bf16 dtype torch_dtype precision -> precision

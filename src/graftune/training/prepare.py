@@ -193,6 +193,8 @@ def _read(config: Config, base: Base, adapter: Adapter | None, path: DataValue, 
         console.note(note)
     console.note(f"reading {label(path)}")
     loss = choose(config.train)
+    if loss.data.members and config.not_default(["train_on"]):
+        console.warn(f"train_on does not apply to {loss.data.name}: every assistant turn after the prompt is trained")
 
     def encoded(value: DataValue) -> Dataset:
         made = prepare(value, reader, config.data, console, loss.data)

@@ -297,7 +297,7 @@ def _report_start(state: RunState, shape: Capacities | None) -> None:
     ranks = f", divided among {parts.share.size} ranks" if parts.share.size > 1 else ""
     rl, each = parts.config.rl, f"up to {settings.tokens_per_step} tokens"
     if rl.reward:
-        each = f"{rl.group} answers to each of {rl.prompts_per_round} prompts"
+        each = f"{rl.group} answers to each of up to {rl.prompts_per_round} prompts"
     console.note(
         f"{counted(state.total, 'step')} of {each} in micro-batches of "
         f"{settings.tokens_per_micro_batch}{ranks}, learning rate {parts.config.optim.peak_lr:g}; "
