@@ -56,6 +56,13 @@ def test_the_list_and_what_differs(tmp_path: Path) -> None:
     assert other["sentence"] == "training, step 2 of 5 done" and other["tok_s"] == 1000.0
 
 
+def test_settings_that_a_run_does_not_use_do_not_differ(tmp_path: Path) -> None:
+    used = {"answer_tokens": 4, "best": "loss", "reward": ["r.py"], "lr": 1e-5}
+    write_run(tmp_path / "rewards", start(3), **used)
+    write_run(tmp_path / "answers", start(3), **used | {"answer_tokens": 256, "best": "margin", "reward": []})
+    assert ask(client(tmp_path), "/api/runs")["differing"] == ["reward"]
+
+
 def test_folders_whose_names_print_alike_are_different_runs(tmp_path: Path) -> None:
     for name in (b"a\xff", rb"a\xff"):
         write_run(tmp_path / os.fsdecode(name), start(3), step(1))

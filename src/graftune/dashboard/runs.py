@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from graftune.dashboard.summary import RunSummary
 from graftune.errors import GraftuneError
 from graftune.observe.events import number
 from graftune.observe.report import base_name, data_name
+from graftune.settings.sections import NOT_FOR_REWARDS, RlConfig
 
 LOG = "metrics.jsonl"
+OF_REWARDS = tuple(field.name for field in fields(RlConfig) if field.name != "reward")
 DEEPEST = 6  # folders below the watched one
 MOST_RUNS, MOST_FOLDERS = 20_000, 100_000  # that are found, and searched
 FRESH = 0.5  # seconds until the folders are read again
@@ -153,12 +156,13 @@ class Runs:
         return run
 
     def differing(self) -> list[str]:
-        """Settings that are not the same in all runs."""
+        """Settings that are not the same in all runs that use them."""
         seen: dict[str, Any] = {}
         found: set[str] = set()
         for run in self.known():
+            unused = NOT_FOR_REWARDS if run.settings.get("reward") else OF_REWARDS
             for name, value in run.settings.items():
-                if name != "out" and seen.setdefault(name, value) != value:
+                if name not in ("out", *unused) and seen.setdefault(name, value) != value:
                     found.add(name)
         return sorted(found)
 
