@@ -157,7 +157,7 @@ def test_rated_answers(tmp_path: Path) -> None:
     assert [trained_runs(example) for example in data.examples] == [[f"{a}<|im_end|>"] for a in ("yes", "no") * 2]
     assert not RATED.warning(data.examples)
     assert RATED.warning(data.examples[1::2]) == (
-        "every answer is rated bad: a loss of ratings needs some that are good, too"
+        "every answer is rated bad: a loss for ratings also needs some that are rated good"
     )
     several = {"messages": turns("Hi", "Hello", "Say it", "yes"), "label": True}
     bad = ({**RATED_ROWS[0], "label": None}, {**RATED_ROWS[0], "label": 3}, {"text": "so", "label": True})

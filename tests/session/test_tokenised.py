@@ -162,7 +162,7 @@ def test_twenty_rounds_of_other_lengths_are_captured_at_most_twice(fixed, opened
 
 
 def test_a_saved_state_has_the_shape(fixed, tmp_path):
-    """In another one, sums may be rounded otherwise."""
+    """In another one, sums may be rounded differently."""
     first = fixed(loss="cispo")
     stepped(first, answers(1, 90, 40))
     shape = first.parts.own_shape

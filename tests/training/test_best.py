@@ -11,6 +11,7 @@ import pytest
 from graftune.api import train
 from graftune.errors import GraftuneError
 from graftune.losses.preference import Dpo
+from graftune.observe.console import Console
 from graftune.observe.events import evals, read_events
 from graftune.settings.config import Config
 from graftune.step.evaluate import EvalResult
@@ -18,7 +19,7 @@ from graftune.training.evaluation import Evaluation
 from graftune.training.metric import check_best
 from graftune.weights.checkpoint import Progress
 from tests.training.test_hooks import state_of
-from tests.training.test_metric import QUIET, settings
+from tests.training.test_metric import settings
 
 
 @pytest.mark.parametrize(("best", "better", "step"), [("margin", "higher", 2), ("margin", "lower", 4), ("loss", "", 3)])
@@ -50,7 +51,9 @@ def test_a_best_that_there_is_not_is_refused(asked: dict[str, Any], why: str) ->
 
 
 @pytest.mark.parametrize("loss", ["dpo", "kto"])
-def test_a_run_reports_the_figures_of_its_loss(loss: str, tiny_folder, tmp_path: Path) -> None:
+def test_a_run_reports_the_figures_of_its_loss(
+    loss: str, tiny_folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [{"prompt": f"say {i}", "chosen": "z" * (1 + i % 5), "rejected": "a" * (1 + i % 3)} for i in range(24)]
     if loss == "kto":
         rows = [{"prompt": r["prompt"], "completion": r["chosen"], "label": i % 2} for i, r in enumerate(rows)]
@@ -63,9 +66,14 @@ def test_a_run_reports_the_figures_of_its_loss(loss: str, tiny_folder, tmp_path:
         "max_steps": 4,
         "eval_every": 2,
         "val_split": 0.5,
+        "train_on": "last",
+        "group": 3,
     }
     config = settings(tiny_folder("llama-shallow"), tmp_path / "run", **more | {"data": str(tmp_path / "rows.jsonl")})
-    result = train(config, console=QUIET)
+    result = train(config, console=Console(quiet=True))
+    warned = [text for text in capsys.readouterr().err.splitlines() if text.startswith("warning: ")]
+    assert "warning: settings that only a run with rewards uses: group" in warned
+    assert any("train_on does not apply to" in text for text in warned)
     events = read_events(tmp_path / "run" / "metrics.jsonl")
     first, *_, last = evals(events)
     assert first["margin"] == 0 and last["margin"] > 0 and last["metrics"]["margin"] == last["margin"]

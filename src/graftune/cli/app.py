@@ -75,11 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(note, file=sys.stderr)
         if line.verbose:
             logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(name)s: %(message)s")
-        given = set(line.arguments)
-        if not given or (
-            given & {"--help", "-h"} and not given & COMMANDS.keys()
-        ):  # the list has each one's first line
-            for name in COMMANDS:
+        words = set(line.arguments)
+        if not words & COMMANDS.keys() and (not words or words & {"--help", "-h"}):
+            for name in COMMANDS:  # the list of commands has the first line of each one's text
                 _ = app[name]
         with warnings.catch_warnings(), every_setting(line.help_all):
             if not line.verbose:

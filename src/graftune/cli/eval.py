@@ -53,7 +53,7 @@ def evaluate(
     run = open_target(target, settings, needs_adapter="--base-too" if base_too else None, console=console, task="eval")
     if run.loss.data is SAMPLED:  # a run of reinforcement learning: files hold no advantages of sampled answers
         run._use_loss(CrossEntropy())
-        if "max_seq_len" not in given(settings):  # of the run: its longest prompt and answer
+        if "max_seq_len" not in given(settings):  # the run's is that of its longest prompt and answer
             run.parts.config = run.config.replace(max_seq_len=Config().data.longest(run.base.spec.max_positions))
     examples = run.prepare(data, console)
     summary = examples.summary

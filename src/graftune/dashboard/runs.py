@@ -27,7 +27,7 @@ from graftune.observe.report import base_name, data_name
 from graftune.settings.sections import NOT_FOR_REWARDS, RlConfig
 
 LOG = "metrics.jsonl"
-OF_REWARDS = tuple(field.name for field in fields(RlConfig) if field.name != "reward")
+OF_REWARDS = frozenset(field.name for field in fields(RlConfig)) - {"reward"}
 DEEPEST = 6  # folders below the watched one
 MOST_RUNS, MOST_FOLDERS = 20_000, 100_000  # that are found, and searched
 FRESH = 0.5  # seconds until the folders are read again
@@ -162,7 +162,7 @@ class Runs:
         for run in self.known():
             unused = NOT_FOR_REWARDS if run.settings.get("reward") else OF_REWARDS
             for name, value in run.settings.items():
-                if name not in ("out", *unused) and seen.setdefault(name, value) != value:
+                if name != "out" and name not in unused and seen.setdefault(name, value) != value:
                     found.add(name)
         return sorted(found)
 

@@ -152,12 +152,8 @@ def _text(own: dict[str, str]) -> ColumnPlan:
         if ask in own or answer in own:
             has, lacks = (ask, answer) if ask in own else (answer, ask)
             if "prompt" in (has, lacks):
-                return ColumnPlan(
-                    refusal=(
-                        "missing key",
-                        "a prompt needs a response (or completion) beside it; prompts alone are for graftune rl",
-                    )
-                )
+                needs = "a prompt needs a response (or completion) beside it; prompts alone are for graftune rl"
+                return ColumnPlan(refusal=("missing key", needs))
             return ColumnPlan(refusal=("missing key", f"{lacks!r} beside {has!r}"))
     shown = [quoted(name) for name in own.values()][:6]
     listed = (", ".join(shown) + (", ..." if len(own) > 6 else "")) or "no keys"

@@ -84,7 +84,7 @@ class RatedKind(DataKind):
         if not len(labels) or labels.min() != labels.max():
             return ""
         rated, other = ("good", "bad") if labels[0] else ("bad", "good")
-        return f"every answer is rated {rated}: a loss of ratings needs some that are {other}, too"
+        return f"every answer is rated {rated}: a loss for ratings also needs some that are rated {other}"
 
 
 PAIRS = PairKind("pairs", members=2, takes="pairs of a chosen and a rejected answer")

@@ -7,7 +7,7 @@ turn of the chat template, as everywhere else. Rows without a prompt are counted
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from graftune.data.columns import ASKS, CHATS, EXTRAS, SYSTEMS, filled
@@ -50,7 +50,7 @@ def read_prompts(value: DataValue, config: DataConfig) -> PromptData:
         try:
             if isinstance(row.value, Refusal):
                 raise row.value
-            found += [replace(prompt_of(row.value, row.key), place=row.place)] * row.times
+            found += [prompt_of(row.value, row.key, row.place)] * row.times
         except Refusal as refusal:
             if config.strict:
                 raise GraftuneError(str(refusal), where=f"{label(value)}, {row.place}", fix="correct the row") from None
@@ -63,7 +63,7 @@ def read_prompts(value: DataValue, config: DataConfig) -> PromptData:
     return PromptData(found, refused, digest_of(files))
 
 
-def prompt_of(row: dict[str, Any], key: int = 0) -> PromptRow:
+def prompt_of(row: dict[str, Any], key: int = 0, place: str = "") -> PromptRow:
     own = filled(row)
     name = next((name for name in (*CHATS, *ASKS) if name in own), "")
     if not name:
@@ -78,7 +78,7 @@ def prompt_of(row: dict[str, Any], key: int = 0) -> PromptRow:
         record = ask | extra | {"response": _ANSWER}
     record |= {other: row[own[other]] for other in SYSTEMS if other in own}
     columns = {other: value for other, value in row.items() if other != own[name]}
-    return PromptRow(to_record(record).messages[:-1], given, columns, key)
+    return PromptRow(to_record(record).messages[:-1], given, columns, key, place)
 
 
 def _before_answer(turns: Any) -> list[Any]:

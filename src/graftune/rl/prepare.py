@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -100,7 +100,7 @@ def prepare_rl(
         config, base, adapter = opened(config)
     with console.working("reading the data"):
         data = _read(config, reader_of(config, base, adapter), config.data.data, console)
-    rewards.take_columns(data.columns)
+    rewards.check_columns(data.columns)
     if not chosen_length:  # no longer than needed: memory is planned for it
         config = config.replace(max_seq_len=_needed(config, data))
     config = _with_auto(config, base.spec.parameters, console)
@@ -167,11 +167,12 @@ def _read(config: Config, tokenizer: Tokenizer, value: DataValue, console: Conso
         + (f", {len(order)} of them evaluated" if len(order) < len(held) else "")
     )
     both = (*training, *chosen)
-    columns = list(dict.fromkeys(name for row, _ in both for name in row.columns))
-    for name in [one for one in GIVEN if one in columns]:
-        console.warn(f"reward functions do not see the column {name}: under this name they are given the {name}")
+    columns = dict.fromkeys(name for row, _ in both for name in row.columns)  # a row that lacks one gets None
+    for name in (one for one in GIVEN if one in columns):
+        console.warn(f"reward functions do not get the data's column {name}: the {name} of a round have this name")
+    whole = [replace(row, columns={**columns, **row.columns}) for row, _ in both]
     lengths = [len(tokens) for _, tokens in both]
-    return PromptSplit([row for row, _ in training], [row for row, _ in chosen], data, digest, lengths, columns)
+    return PromptSplit(whole[: len(training)], whole[len(training) :], data, digest, lengths, list(columns))
 
 
 def _fitting(

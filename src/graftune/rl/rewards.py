@@ -65,7 +65,6 @@ class Rewards:
         counts = {one.name: sum(other.name == one.name for other in names) for one in names}
         self.weights: dict[str, float] = {}
         self.functions: dict[str, UserFunction] = {}
-        self.columns: tuple[str, ...] = ()  # of the data; a row that lacks one has None
         for one in names:
             alone = counts[one.name] == 1 and one.name not in FIGURES
             name = one.name if alone else f"{one.path.stem}.{one.name}"
@@ -82,9 +81,8 @@ class Rewards:
                     f"the reward {name} cannot be used: {why}", where=str(function.path), fix="correct it"
                 )
 
-    def take_columns(self, columns: Collection[str]) -> None:
-        """The columns that functions are given. Refuses functions that need others. Follows `check`."""
-        self.columns = tuple(columns)
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Refuse functions that need what the data does not have. Follows `check`."""
         for name, function in self.functions.items():
             missing = [one for one in function.needed if one not in (*GIVEN, *columns)]
             if missing:
@@ -106,7 +104,7 @@ class Rewards:
         unusable: set[int] = set()
         for name, function in self.functions.items():
             function.hangs = 0
-            values, bad = _called(function, self.columns, prompts, answers, between)
+            values, bad = _called(function, prompts, answers, between)
             found.by_function[name] = values
             unusable |= bad.keys()
             if bad:
@@ -122,14 +120,13 @@ class Rewards:
 
 def _called(
     function: UserFunction,
-    columns: Sequence[str],
     prompts: Sequence[PromptRow],
     answers: Sequence[Sequence[str]],
     between: Between,
 ) -> tuple[list[float | None], dict[int, str]]:
     """The numbers of one function, and why it has none for some answers, by place."""
     try:
-        found = function(_arguments(columns, prompts, answers), between)
+        found = function(_arguments(prompts, answers), between)
         return found["numbers"], {int(place): why for place, why in found["bad"].items()}
     except CallFailed as error:
         if len(prompts) == 1 or function.hangs or (error.wrong_count and max(map(len, answers), default=0) < 2):
@@ -139,19 +136,17 @@ def _called(
     bad: dict[int, str] = {}
     for prompt, group in zip(prompts, answers, strict=True):
         start = len(values)
-        some, wrong = _called(function, columns, [prompt], [group], between)
+        some, wrong = _called(function, [prompt], [group], between)
         values += some
         bad |= {start + place: why for place, why in wrong.items()}
     return values, bad
 
 
-def _arguments(
-    columns: Sequence[str], prompts: Sequence[PromptRow], answers: Sequence[Sequence[str]]
-) -> dict[str, Any]:
+def _arguments(prompts: Sequence[PromptRow], answers: Sequence[Sequence[str]]) -> dict[str, Any]:
     """As TRL passes them: lists of equal length, with each prompt repeated; conversations get conversations back."""
     pairs = [(prompt, text) for prompt, group in zip(prompts, answers, strict=True) for text in group]
-    names = dict.fromkeys((*columns, *(name for prompt in prompts for name in prompt.columns)))
-    given: dict[str, Any] = {name: [prompt.columns.get(name) for prompt, _ in pairs] for name in names}
+    columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+    given: dict[str, Any] = {name: [prompt.columns.get(name) for prompt, _ in pairs] for name in columns}
     given["prompts"] = [prompt.given for prompt, _ in pairs]
     turns = [[{"role": "assistant", "content": text}] for _, text in pairs]
     given["completions"] = [

@@ -91,7 +91,7 @@ def draw(
     show: Callable[[str], None] = lambda text: None,
 ) -> Round:
     """Answer the prompts, reward the answers and compute the advantages. `between` is called while the functions
-    compute, `show` with what is being done; `step`: steps before the round."""
+    compute, `show` with what is being done, at the end with an empty text; `step`: steps before the round."""
     settings, began = config.rl, time.perf_counter()
     many = len(prompts) * settings.group
     groups = session.sample(
@@ -105,6 +105,7 @@ def draw(
     sampled = time.perf_counter()
     show("rewards are computed")
     rewarded = rewards(prompts, [[one.text for one in group] for group in groups], between)
+    show("")
     seconds = {"sample_s": sampled - began, "reward_s": time.perf_counter() - sampled}
     totals = iter(rewarded.totals)
     by_group = [[next(totals) for _ in group] for group in groups]

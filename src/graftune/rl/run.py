@@ -18,8 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from graftune.data.prompts import PromptRow
@@ -67,7 +66,6 @@ class PolicyRun(Run):
 
     def _epoch(self) -> None:
         state, p, updates = self.state, self.state.progress, self.plan.updates
-        self.parts.own_shape = p.own_shape
         while not state.epoch_ends and not self._ended():
             drawn = self._drawn(p.epoch_step // updates, p.epoch_step % updates)
             for _ in range(p.epoch_step % updates, updates):
@@ -88,24 +86,18 @@ class PolicyRun(Run):
                 state.report.warn(text, p.step)
             chosen = [prepared.data.training[place] for place in self.plan.chosen(p.epoch, number)]
             state.report.phase("sampling")
-            with state.stop.interruptible(), self._activity_shown() as show:
+            with state.stop.interruptible():
                 seed = self.plan.seed_of(p.epoch, number)
                 how = self.session, self.parts.config, chosen, prepared.rewards, state.check_stop
-                found = rounds.draw(*how, step=p.step - done, seed=seed, show=show)
+                found = rounds.draw(*how, step=p.step - done, seed=seed, show=self._show)
             found.save(state.folder, self.plan.updates, checkpoint.steps(self.checkpoints.folder))
         if not done:  # a resume takes back what the log says about later steps
             state.report.log.emit("answers", step=p.step + 1, **found.shown)
             self._report_failures(found)
         return found
 
-    @contextmanager
-    def _activity_shown(self) -> Iterator[Callable[[str], None]]:
-        """Inside, the progress of the steps says what a round is doing."""
-        bar = self.state.report.bar
-        try:
-            yield lambda text: setattr(bar, "activity", text)
-        finally:
-            bar.activity = ""
+    def _show(self, activity: str) -> None:
+        self.state.report.bar.activity = activity
 
     def _report_failures(self, found: Round) -> None:
         """Each reason once; how many answers have no reward is a figure of every step."""
@@ -132,7 +124,7 @@ class PolicyRun(Run):
         once = ONCE if p.epoch_step % self.plan.updates else ()
         facts |= {"response_tokens": responses, "train_s": seconds}
         facts |= {name: value for name, value in drawn.figures.items() if name not in once}
-        p.step, p.epoch_step, p.own_shape = p.step + 1, p.epoch_step + 1, self.parts.own_shape
+        p.step, p.epoch_step = p.step + 1, p.epoch_step + 1
         report.host_seconds.append(seconds)
         report.sent(self.parts, p.step)
         self._take(figures._replace(tag=facts))

@@ -51,8 +51,8 @@ CACHED = 8192  # without a planned step, the cache may take as much memory as a 
 CACHE_SHARE = 0.4  # or this share of the free memory of a GPU
 
 
-# Settings that decide the batches of a session; its saved state has them.
 OWN = "own examples"  # those that come without a data set
+# Settings that decide the batches of a session; its saved state has them.
 RESOLVED = ("recompute", "tokens_per_micro_batch", "tokens_per_step", "seed")
 
 
@@ -265,8 +265,8 @@ class Parts:
 
     @property
     def own_shape(self) -> list[int]:
-        """The fixed shape of micro-batches of examples that came without a data set; empty if there is none. It follows
-        from the batches so far, so that a saved state has it: in another shape, sums may be rounded otherwise."""
+        """The fixed shape of micro-batches of examples that came without a data set; empty if there is none. It depends
+        on the batches so far, and in another shape sums may be rounded differently, so saved states hold it."""
         return list(self.shapes.get(OWN, ()))
 
     @own_shape.setter

@@ -251,11 +251,11 @@ def _parameters(result: Conversion, name: str, value: Any) -> None:
     if len(known) < len(given):
         rest = ", ".join(one for one in given if one not in known)
         result.leave(name, f"not taken: {rest} (adapters are on all layers)")
-    before = result.settings.pop("targets", "")
-    if known and before != "all_linear":
-        result.put("targets", ",".join(filter(None, (before, *known))), name)
-    elif before:
-        result.settings["targets"] = before
+    before = result.settings.get("targets", "")
+    if known and not before:
+        result.put("targets", ",".join(known), name)
+    elif known and before != "all_linear":
+        result.settings["targets"] = ",".join((before, *known))
 
 
 _FUNCTIONS: dict[str, Callable[[Conversion, str, Any], None]] = {

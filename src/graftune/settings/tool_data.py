@@ -52,10 +52,8 @@ def convert_data(result: Conversion) -> None:
     {"axolotl": _axolotl, "llama-factory": _llama_factory}.get(result.file.tool, _trl)(result)
     for name, placeholder in (("base", MISSING_BASE), ("data", MISSING_DATA)):
         if name not in result.settings and not (name == "base" and "adapter" in result.settings):
-            result.put(name, placeholder, "not in the file")
-            result.assumed.append(
-                f"{name} is not in the file: write the path or the Hub name in place of {placeholder}"
-            )
+            result.put(name, placeholder, "not in the file: write the path or the Hub name in its place")
+            result.assumed.append(f"{name} is {placeholder}, {result.comments[name]}")
 
 
 def _put_sources(result: Conversion, ours: str, sources: list[dict[str, Any]], name: str) -> None:

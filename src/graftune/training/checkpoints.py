@@ -48,6 +48,7 @@ class Checkpoints(Hook):
         Weights that are not finite are not saved, so that they replace no earlier checkpoint."""
         p, parts = state.progress, state.parts
         p.updates, self.tried = int(parts.step.count), p.step
+        p.own_shape = parts.own_shape
         if not state.ranks.leads:
             return
         if not checkpoint.is_sound(parts.arena):
@@ -76,6 +77,7 @@ class Checkpoints(Hook):
         parts = state.parts
         state.progress = checkpoint.load(found, parts.arena, parts.step.scaler)
         parts.step.count.fill_(state.progress.updates)
+        parts.own_shape = state.progress.own_shape
         self.saved = self.tried = state.progress.step
         if found == checkpoint.latest(self.folder):  # or it might be the one that is one too many
             checkpoint.prune(self.folder, state.config.train.keep_last, state.progress.best_step)

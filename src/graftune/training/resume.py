@@ -246,10 +246,7 @@ def computed_by(parts: Parts) -> dict[str, str]:
 
 def changed_since(now: dict[str, str], events: Sequence[Event]) -> str:
     """The differences to `computed_by` at the run's last start, in one line; empty if there are none."""
-    before: Event = {}
-    for event in events:
-        if event["event"] in BEGINNINGS:
-            before = {**before, **event}
+    before = _last_start(events)
     was = {name: str(before[name]) for name in now if name in before}
     changes = [
         f"{name} was {one_line(text, 200)} and is {now[name]}" for name, text in was.items() if text != now[name]
@@ -259,8 +256,17 @@ def changed_since(now: dict[str, str], events: Sequence[Event]) -> str:
     return f"{'; '.join(changes)}: the run goes on, and from here on its figures may differ in their last bits"
 
 
+def _last_start(events: Sequence[Event]) -> Event:
+    """What was logged at the run's starts, the latest value of each key."""
+    found: Event = {}
+    for event in events:
+        if event["event"] in BEGINNINGS:
+            found = {**found, **event}
+    return found
+
+
 def functions_of(config: Config) -> dict[str, str]:
-    """The functions of the user's that a run calls, with digests of their files. Logged at every start."""
+    """The user's functions that a run calls, with digests of their files. Logged at every start."""
     found = [FunctionName.of(text) for text in config.rl.reward]
     found += [FunctionName.of(config.run.metric, "metric")] if ":" in config.run.metric else []
     return {f"{one.path}:{one.name}": digest.sha256([one.path]) for one in found}
@@ -268,8 +274,7 @@ def functions_of(config: Config) -> dict[str, str]:
 
 def edited_since(now: dict[str, str], events: Sequence[Event]) -> str:
     """Which of these functions were edited since the run's last start, in one line; empty if none was."""
-    starts = [event for event in events if event["event"] in BEGINNINGS]
-    before = starts[-1].get("functions", {}) if starts else {}
+    before = _last_start(events).get("functions", {})
     edited = [name for name, sha256 in now.items() if before.get(name, sha256) != sha256]
     if not edited:
         return ""

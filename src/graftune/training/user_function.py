@@ -60,7 +60,9 @@ class FunctionName:
 class CallFailed(Exception):
     """Why a call gave no numbers. `wrong_count`: it gave more or fewer than there are completions."""
 
-    wrong_count = False
+    def __init__(self, why: str, wrong_count: bool = False):
+        self.wrong_count = wrong_count
+        super().__init__(why)
 
 
 class UserFunction:
@@ -109,9 +111,7 @@ class UserFunction:
         found = self._line(self.seconds, between)
         self.hangs = 0
         if "error" in found:
-            failed = CallFailed(found["error"])
-            failed.wrong_count = found["wrong_count"]
-            raise failed
+            raise CallFailed(found["error"], found["wrong_count"])
         return dict(found)
 
     def _line(self, seconds: float, between: Between) -> Any:

@@ -46,8 +46,8 @@ def needed(function: Callable[..., Any]) -> list[str]:
     """The parameters without a default."""
     parameters = inspect.signature(function).parameters.values()
     wanted = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if by_place := [p.name for p in wanted if p.kind is p.POSITIONAL_ONLY]:
-        raise TypeError(f"it takes {by_place[0]} by its place (a slash follows it), and all is given by name")
+    if positional := [p.name for p in wanted if p.kind is p.POSITIONAL_ONLY]:
+        raise TypeError(f"its parameter {positional[0]} is positional-only, and arguments are passed by name")
     return [p.name for p in wanted]
 
 
@@ -110,7 +110,7 @@ def _error(error: BaseException, path: str) -> str:
     """The error in one line, with its line in the function's file."""
     frames = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     where = f" (line {frames[-1]} of {os.path.basename(path)})" if frames else ""
-    kind = "" if isinstance(error, WrongCount) else f"{type(error).__name__}: "  # raised here, and says all
+    kind = "" if isinstance(error, WrongCount) else f"{type(error).__name__}: "  # users do not know this class
     return " ".join(f"{kind}{error}".split())[:LONGEST] + where
 
 

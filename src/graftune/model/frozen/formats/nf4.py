@@ -132,8 +132,8 @@ class Nf4Format(WeightFormat):
         """Experts, which are many, become one member if they can: it takes one launch to dequantise."""
         members: list[Nf4Rows] = []
         for source, is_read in few_read(sources):
-            alike = not is_read and source.shape == members[0].shape
-            members.append(members[0].moved(torch.empty_like) if alike else self.pack(source, device))
+            skipped = not is_read and source.shape == members[0].shape  # it takes as much memory as the first one
+            members.append(members[0].moved(torch.empty_like) if skipped else self.pack(source, device))
         together = nf4.joined([member.nf4 for member in members]) if len(members) > MANY else None
         return members if together is None else [Nf4Rows(together)]
 
