@@ -104,7 +104,7 @@ def test_the_log_is_on_the_disk_before_a_checkpoint_and_old_ones_go_after_it(mon
     log = SimpleNamespace(sync=lambda: done.append("log"))
     state: Any = SimpleNamespace(
         progress=Progress(step=7, best_step=4),
-        parts=SimpleNamespace(arena=1, step=SimpleNamespace(count=6, scaler=None)),
+        parts=SimpleNamespace(arena=1, step=SimpleNamespace(count=6, scaler=None), own_shape=[]),
         ranks=SimpleNamespace(leads=True, busy=lambda what: nullcontext()),
         pausing_steps=lambda what: nullcontext(),
         config=Config.of({"keep_last": 3}),
