@@ -31,6 +31,8 @@ CASES = [
     Case((64, 1), 2, 4, tiled=True),
     Case((0, 200, 3), 1, 2, width=32, value_width=16),
     Case((5, 130, 0, 2), 2, 2, width=24, value_width=40),
+    Case((130,), width=64, value_width=16),
+    Case((70, 130), width=128, value_width=16),
 ]
 
 
@@ -212,6 +214,8 @@ CLOSE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
         (CASES[2], torch.float16),
         (CASES[3], torch.bfloat16),
         (CASES[4], torch.float32),
+        (CASES[5], torch.bfloat16),
+        (CASES[6], torch.bfloat16),
     ],
 )
 def test_kernels_are_the_references(monkeypatch, device, poison, honest_rounding, case, dtype):

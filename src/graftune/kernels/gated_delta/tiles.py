@@ -3,9 +3,10 @@
 A chunk is up to 64 tokens of one document. The tables have a fixed capacity and are computed on the device from the
 document boundaries, once for each pass, so that a captured pass can be replayed with other documents.
 
-Triton has compiled such kernels wrongly on Hopper (heads of 128 in halves of 64 before Triton 3.7.1; some four-warp
-variants), so tests/gpu/test_gated_delta.py compares each of them with the reference on the device. A key head is always
-one tile, never divided.
+Triton has compiled such kernels wrongly on Hopper (heads of 128 in halves of 64 before Triton 3.7.1; 16 columns of
+values, and eight warps for some widths, in 3.6), so tests/kernels/test_gated_delta_kernel.py and
+tests/gpu/test_gated_delta.py compare them with the reference on the device. A key head is always one tile, never
+divided.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from graftune.kernels import launch
 from graftune.kernels.attention import Documents
 
 CHUNK = 64
+LEAST_COLUMNS = 32
 
 
 class DeltaTile(NamedTuple):
@@ -49,7 +51,7 @@ SOLVE_PRECISION = "tf32"  # in which they are joined for 16-bit inputs; the resu
 def tile(kernel: str, v: torch.Tensor) -> DeltaTile:
     """The tile of a kernel for values like these. Its columns are a power of two, possibly wider than the head."""
     found = FP32_TILE if v.dtype == torch.float32 else TILES[kernel]
-    return found._replace(columns=min(found.columns, launch.power_of_two(v.shape[2], 16)))
+    return found._replace(columns=min(found.columns, launch.power_of_two(v.shape[2], LEAST_COLUMNS)))
 
 
 class ChunkTables(NamedTuple):
