@@ -7,7 +7,9 @@ import inspect
 import json
 import re
 import typing
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,10 +18,12 @@ import graftune
 from graftune.errors import GraftuneError
 from graftune.infer.sample import Sampling
 from graftune.model.decoder import PackedDocuments
+from graftune.plan import resolve_auto
 from graftune.session import text
 from graftune.settings.config import Config, leaves
 from graftune.settings.keywords import Settings
 from graftune.settings.sections import TrainConfig
+from graftune.training import prepare
 from tests.training.runs import adapter_bytes
 
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -139,6 +143,33 @@ def test_auto_is_planned_and_said(tiny_folder, capsys):
     batches = list(session.batches(data))
     assert all(len(micro.tokens) <= 48 for batch in batches for micro in batch.packed) and len(batches[0]) == 2
     assert session.config.train.recompute == "none" and "planned: recompute none" in capsys.readouterr().err
+
+
+def test_a_plan_counts_the_cache_of_earlier_samples(opened, monkeypatch):
+    plans = []
+    monkeypatch.setattr(prepare, "resolve_auto", lambda job: plans.append(resolve_auto(job)) or plans[-1])
+    for samples in (0, 4):
+        session = opened(device="cpu")
+        if samples:
+            session.sample("word", n=samples, max_new_tokens=8)
+        session.feed.planner.keywords["free"] = 1 << 33
+        session.forward_backward(ROWS)
+        assert (session.parts.cache_held > 0) == bool(samples) and plans[-1].free == (
+            1 << 33
+        ) - session.parts.cache_held
+
+
+def test_a_gpus_cache_waits_for_the_step(opened, monkeypatch):
+    """A share of the free memory is the cache's, except between the choice of a micro-batch and the step's capture."""
+    parts = opened(device="cpu", tokens_per_micro_batch=64).parts
+    least, free = parts.cache_budget, 1 << 40
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    monkeypatch.setattr(parts, "runtime", replace(parts.runtime, device=torch.device("cuda")))
+    assert parts.cache_budget == least
+    vars(parts)["pipeline"] = SimpleNamespace(captures=1)
+    assert parts.cache_budget == int(0.4 * free)
+    parts.keeps_to_plan = True
+    assert parts.cache_budget == least
 
 
 def test_logprobs_are_the_loss(opened):

@@ -132,6 +132,7 @@ class Parts:
     _reported: set[str] = field(default_factory=set, init=False)  # notes that were reported already
     shapes: dict[str, Capacities] = field(default_factory=dict, init=False)  # fixed ones, by their kind of data
     planned_cache: CacheShape | None = field(default=None, init=False)  # which sampling keeps beside training
+    keeps_to_plan: bool = field(default=False, init=False)  # a run's: no more memory than its plan has counted
     _sampler: Sampler | None = field(default=None, init=False)
 
     @classmethod
@@ -308,14 +309,25 @@ class Parts:
         self._sampler = None
 
     @property
+    def cache_held(self) -> int:
+        """Bytes of the cache that is kept."""
+        return 0 if self._sampler is None else self._sampler.shape.bytes(self._cache_size)
+
+    @property
+    def _cache_size(self) -> CacheSize:
+        return CacheSize.of(self.base.spec, self.decoder.compute)
+
+    @property
     def cache_budget(self) -> int:
-        """Bytes that generation may keep: those of the plan, if there is one."""
-        settings, size = self.config.train, CacheSize.of(self.base.spec, self.decoder.compute)
+        """Bytes that generation may keep: those of the plan, if there is one. Otherwise, a share of what is free on a
+        GPU: before `auto` is resolved, which then counts the cache, and once the step has taken its own memory."""
+        settings, size = self.config.train, self._cache_size
         if self.planned_cache is not None:
             return self.planned_cache.bytes(size)
         tokens = settings.tokens_per_micro_batch
         budget = cache_capacity(tokens or CACHED, settings.recompute) * size.most_per_token
-        if tokens or self.runtime.device.type != "cuda":
+        waits = tokens and not ("pipeline" in vars(self) and self.pipeline.captures)
+        if waits or self.keeps_to_plan or self.runtime.device.type != "cuda":
             return budget
         return max(budget, int(CACHE_SHARE * torch.cuda.mem_get_info(self.runtime.device)[0]))
 

@@ -121,6 +121,7 @@ def prepare_run(
         forget_peak()
         with console.working("loading the base"):
             parts = open_session(config, base=base, placement=job.placement if job else None, world=ranks.world).parts
+            parts.keeps_to_plan = True
     # A rank's own number is not stored: a resume may have other ranks.
     stored = device.type if ranks.world is not None and asked in ("auto", "cuda") else parts.config.base.device
     parts.config = parts.config.replace(out=str(folder), device=stored)
@@ -374,6 +375,8 @@ def plan_session(
     config, device = parts.config, parts.runtime.device
     if device.type not in PLANNED_ON:
         return None
+    cached = parts.cache_held  # by the samples that were drawn before the first step
+    card, free = card and replace(card, free=card.free - cached), free - cached
     base = open_base(config.base.base, config.base.revision, weights=config.train.method != "scratch")
     training = None if data is None else data.examples
     longest = config.data.max_seq_len if training is None else largest(training, layout)
