@@ -220,21 +220,22 @@ def sampling() -> str:
             off = f"{case['off']:.3f} ({_outcome(found, f'{name}: off by')})"
             commit = case.get("commit", found["commit"])[:7]
             lines.append("| " + " | ".join([f"{record['gpu']}, {name}", *speed, off, commit]) + " |")
-    lines += ["", "| GPU, base | round, s | sampling, s | training, s | TRL, s | TRL / ours | commit |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    lines += ["", "| GPU, base | round, s | sampling, s | training, s | peak, GiB | TRL, s | TRL / ours | commit |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
     for record in records("rounds"):
         found = record["rounds"]
         for name, who in found["cases"].items():
-            times = [str(who["ours"][key]) for key in ("round_s", "sample_s", "train_s")]
+            times = [str(who["ours"][key]) for key in ("round_s", "sample_s", "train_s", "peak_gib")]
             beside = ["-", "-"]
             if "trl" in who and "round_s" not in who["trl"]:
                 beside = [f"first {who['trl']['first_round_s']}; {who['trl']['error']}", "-"]
             elif "trl" in who:
                 ratio = who["trl"]["round_s"] / who["ours"]["round_s"]
                 beside = [str(who["trl"]["round_s"]), f"{ratio:.2f} ({_outcome(found, f'{name}: trl')})"]
-            lines.append("| " + " | ".join([f"{record['gpu']}, {name}", *times, *beside, found["commit"][:7]]) + " |")
+            commit = who.get("commit", found["commit"])[:7]
+            lines.append("| " + " | ".join([f"{record['gpu']}, {name}", *times, *beside, commit]) + " |")
     if not records("rounds"):
-        lines.append(f"| - | {ABSENT} | - | - | - | ≥ 3 | - |")
+        lines.append(f"| - | {ABSENT} | - | - | - | - | ≥ 3 | - |")
     return "\n".join(lines)
 
 
