@@ -137,12 +137,17 @@ def _steps() -> str:
                 continue
             own = f"{ours['ms']:.1f}, {ours['tok_s'] / 1000:.1f}k, {ours['peak_gib']:.1f} GiB"
             others = [n for n in PEERS if "ms" in who.get(n, {})]
-            beside = ", ".join(f"{n} {who[n]['ms']:.0f} ({who[n]['ms'] / ours['ms']:.2f}x)" for n in others) or "-"
+            beside = ", ".join(f"{n} {who[n]['ms']:.0f} ({_beside(who[n], ours)})" for n in others) or "-"
             share = [f"{floor:.1f}", f"{ours['ms'] / floor:.2f}"] if floor else ["-", "-"]
             if floor and "ms_sustained" in ours:
                 share[1] += f" (sustained {ours['ms_sustained'] / floor:.2f})"
             lines.append("| " + " | ".join([f"{record['gpu']}, {name}", own, *share, beside, case["commit"]]) + " |")
     return "\n".join(lines)
+
+
+def _beside(peer: Record, ours: Record) -> str:
+    """How many times as long as ours, and at which commit it was measured, if not at the row's."""
+    return f"{peer['ms'] / ours['ms']:.2f}x" + (f"; {peer['commit']}" if "commit" in peer else "")
 
 
 def _goals() -> str:
