@@ -252,7 +252,7 @@ def state_adapter(state: RunCheckpoint, base: Base, any_base: bool = False) -> A
         )
     config, asked = state.config, state.config.lora.resolved()
     lora = replace(asked, adapter="", targets=target_names(base.spec, targets_of(base.spec, asked)))
-    wide = with_new_tokens(base, lora.new_tokens) if lora.new_tokens else base
+    wide = with_new_tokens(base, lora.new_tokens)
     arena = build_arena(wide.spec, lora, torch.device("cpu"), torch.float32)
     _check(state, base, arena, any_base)
     arena.weights.copy_(state.weights)

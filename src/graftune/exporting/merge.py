@@ -25,9 +25,9 @@ from graftune.model.lora import scaling
 from graftune.settings.sections import LoraConfig
 from graftune.weights import experts
 from graftune.weights.adapter_fit import TABLES as MODULES
-from graftune.weights.adapter_fit import Adapter, check_fits, fitted
+from graftune.weights.adapter_fit import Adapter, check_fits
 from graftune.weights.base import Base, with_new_tokens
-from graftune.weights.rows import Over, Reordered, RowRange
+from graftune.weights.rows import Joined, Over, Reordered, RowRange
 from graftune.weights.safetensors_io import CarriedTensor
 from graftune.weights.streamed import OutputTensor
 
@@ -63,27 +63,10 @@ class Changed(Over):
         return self.change(start, stop).add_(self.source.read(start, stop).float())
 
 
-@dataclass(frozen=True)
-class Longer(Over):
-    """A table followed by the rows of added tokens."""
-
-    more: torch.Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return (self.source.shape[0] + len(self.more), *self.source.shape[1:])
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        own = self.source.shape[0]
-        parts = [self.source.read(start, min(stop, own)).float()] if start < own else []
-        return torch.cat([*parts, self.more[max(start - own, 0) : max(stop - own, 0)]])
-
-
 def merge(base: Base, adapters: Sequence[Weighted]) -> Base:
-    """The base as the adapters change it. The base given is without their new tokens."""
+    """The base as the adapters change it. The base given is without their new tokens; the adapters are fitted to it."""
     if not adapters:
         return base
-    adapters = [Weighted(fitted(a, base.spec, base.tensors), w) for a, w in adapters]
     for adapter, _ in adapters:
         check_fits(_without_whole_tables(adapter), base)
     base = _with_tables(base, [a for a, _ in adapters])
@@ -135,7 +118,7 @@ def _with_tables(base: Base, adapters: Sequence[Adapter]) -> Base:
     count, new = base.spec.vocab, len(adapter.lora.new_tokens)
     tensors = dict(base.tensors)
     for name in TABLES[: 1 if base.spec.tied else 2]:
-        tensors[name] = Longer(tensors[name], adapter.tensors[name][count:])
+        tensors[name] = Joined((tensors[name], TensorRows(adapter.tensors[name][count:])))
     if base.spec.tied:
         tensors.pop("lm_head.weight", None)
     return dataclasses.replace(base, spec=base.spec.with_vocab(count + new), tensors=tensors)

@@ -34,7 +34,7 @@ from graftune.weights.base import Base, open_base
 @dataclass(frozen=True)
 class ExportSource:
     base: Base  # unchanged, except for the chat template
-    adapters: tuple[Weighted, ...]
+    adapters: tuple[Weighted, ...]  # fitted to the base
     data: DataConfig  # how the template is used
     name: str  # the stem of the files' names
     folder: Path  # where they go by default
@@ -50,12 +50,6 @@ class ExportSource:
             return usable_format(base.tokenizer, self.data), ""
         except GraftuneError as error:
             return None, f"the chat template cannot be used ({error.what})"
-
-    def require_adapter(self, to: str) -> None:
-        if not self.adapters:
-            raise GraftuneError(
-                f"{self.name} has no adapter, and {to} is of an adapter", fix="export to merged or gguf"
-            )
 
 
 def find(target: str, base: str, revision: str, add: Sequence[str], any_base: bool) -> ExportSource:
@@ -75,15 +69,13 @@ def find(target: str, base: str, revision: str, add: Sequence[str], any_base: bo
     first = load_adapter(adapter_folder(folder))
     opened = open_base(base or find_base(first), revision or first.revision)
     check_base(opened, first.base_sha256, any_base, first.folder)
-    adapters = [Weighted(first, weight)]
-    adapters += [Weighted(_added(added, opened, any_base), w) for added, w in map(parse_weight, add)]
+    adapters = _weighted(first, weight, add, opened, any_base)
     config = Config.of({"template": first.template, "append_eos": first.append_eos})
     opened = with_template(opened, config, first)
     inside = folder.name == "adapter" and is_run(folder.parent)
     run = folder if is_run(folder) else folder.parent if inside else None
-    placed = tuple(Weighted(fitted(a, opened.spec, opened.tensors), w) for a, w in adapters)
     name = run.resolve().name if run else folder.resolve().name.removesuffix(folder.suffix if folder.is_file() else "")
-    return ExportSource(opened, placed, config.data, name, run / "export" if run else Path.cwd(), run)
+    return ExportSource(opened, adapters, config.data, name, run / "export" if run else Path.cwd(), run)
 
 
 def _of_state(
@@ -91,11 +83,15 @@ def _of_state(
 ) -> ExportSource:
     """A run at one of its checkpoints, with the run's template and settings."""
     opened = state_base(state, base, revision)
-    adapters = [Weighted(state_adapter(state, opened, any_base), weight)]
-    adapters += [Weighted(_added(path, opened, any_base), w) for path, w in map(parse_weight, add)]
-    placed = tuple(Weighted(fitted(a, opened.spec, opened.tensors), w) for a, w in adapters)
+    adapters = _weighted(state_adapter(state, opened, any_base), weight, add, opened, any_base)
     name = f"{state.run.resolve().name}-step-{state.step}"
-    return ExportSource(opened, placed, state.config.data, name, state.run / "export", state.run)
+    return ExportSource(opened, adapters, state.config.data, name, state.run / "export", state.run)
+
+
+def _weighted(first: Adapter, weight: float, add: Sequence[str], base: Base, any_base: bool) -> tuple[Weighted, ...]:
+    """The adapter and those that are added to it, fitted to the base."""
+    adapters = [(first, weight), *((_added(path, base, any_base), w) for path, w in map(parse_weight, add))]
+    return tuple(Weighted(fitted(adapter, base.spec, base.tensors), w) for adapter, w in adapters)
 
 
 def _added(path: str, base: Base, any_base: bool) -> Adapter:

@@ -29,7 +29,7 @@ from graftune.observe.console import Console
 from graftune.observe.memory import human_bytes
 from graftune.weights import experts
 from graftune.weights.adapter import NAMINGS, is_adapter, write_adapter
-from graftune.weights.adapter_fit import Adapter, check_fits
+from graftune.weights.adapter_fit import check_fits
 from graftune.weights.apr import save_apr
 from graftune.weights.base import Base, with_new_tokens
 from graftune.weights.finite import naming_nonfinite
@@ -83,7 +83,9 @@ def export(
             f"llama.cpp has no architecture for {source.base.spec.family} models", fix="export to merged or peft"
         )
     if to in ("peft", "gguf-lora", "apr"):
-        source.require_adapter(to)
+        if not source.adapters:
+            what = f"{source.name} has no adapter, and {to} is of an adapter"
+            raise GraftuneError(what, fix="export to merged or gguf")
         for adapter, _ in source.adapters:
             check_fits(adapter, source.base)
     place = _place(source, to, kind, out)
@@ -166,17 +168,13 @@ def _size(place: Path) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def _with_tokens(base: Base, adapter: Adapter) -> Base:
-    return with_new_tokens(base, adapter.lora.new_tokens) if adapter.lora.new_tokens else base
-
-
 # Adapters
 
 
 def _peft(source: ExportSource, place: Path, kind: str, console: Console, naming: str) -> Exported:
     adapter = combine(source.adapters)
     facts = {"template": adapter.template, "append_eos": adapter.append_eos, "revision": adapter.revision}
-    base = _with_tokens(source.base, adapter)
+    base = with_new_tokens(source.base, adapter.lora.new_tokens)
     write_adapter(place, adapter.tensors, adapter.lora, base, facts, naming)
     done = Exported(place, sorted(place.iterdir()), {"rank": adapter.lora.rank})
     if source.base.kind == "gguf":
@@ -209,7 +207,7 @@ def _apr(source: ExportSource, place: Path, kind: str, console: Console) -> Expo
     adapter = combine(source.adapters)
     if not adapter.base_name:
         adapter = replace(adapter, base_name=source.base.reference, base_sha256=source.base.sha256)
-    save_apr(place, adapter, _with_tokens(source.base, adapter).spec, run_facts(source.run))
+    save_apr(place, adapter, with_new_tokens(source.base, adapter.lora.new_tokens).spec, run_facts(source.run))
     return Exported(place, [place], {"rank": adapter.lora.rank})
 
 

@@ -151,9 +151,8 @@ class Job:
     _made: dict[tuple[str, int, int, Placement, ModelSpec], Bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        lora = self.config.lora
-        if lora.new_tokens and self.config.train.method == "lora":
-            self.base = with_new_tokens(self.base, lora.new_tokens)
+        if self.config.train.method == "lora":
+            self.base = with_new_tokens(self.base, self.config.lora.new_tokens)
         self.free = self.card.free if self.card else self.memory or free_bytes(self.runtime.device)
         self.places = self._places()
         self.placement = self.place(self.config.base.base_dtype).placed_at(*self.places[0])

@@ -67,9 +67,7 @@ def open_session(
     else:  # rank, alpha and targets are the adapter's
         check_base(base, adapter.base_sha256, config.base.any_base, adapter.folder)
         lora = dataclasses.replace(adapter.lora, dropout=config.lora.dropout, adapter=config.lora.adapter)
-    if lora.new_tokens:
-        base = with_new_tokens(base, lora.new_tokens)
-    base = with_template(base, config, adapter)
+    base = with_template(with_new_tokens(base, lora.new_tokens), config, adapter)
     config = config.replace(max_seq_len=config.data.longest(base.spec.max_positions))
     attend = attention_for(base, runtime, config.data.max_seq_len)
     whole = hf_config(base) if method != "lora" else None
@@ -203,8 +201,7 @@ def with_template(base: Base, config: Config, adapter: Adapter | None) -> Base:
 
 def reader_of(config: Config, base: Base, adapter: Adapter | None) -> Tokenizer:
     """The tokenizer that data is read with: with the added tokens and the chat template."""
-    new = config.lora.new_tokens
-    return with_template(with_new_tokens(base, new) if new else base, config, adapter).tokenizer
+    return with_template(with_new_tokens(base, config.lora.new_tokens), config, adapter).tokenizer
 
 
 def check_base(base: Base, trained_on: str, any_base: bool, where: Path | str) -> None:

@@ -99,8 +99,7 @@ def _differs(table: torch.Tensor, source: RowSource, count: int) -> bool:
 
 def check_fits(adapter: Adapter, base: Base) -> None:
     """Refuses an adapter that was made for another base, without memory for its arena."""
-    if adapter.lora.new_tokens:
-        base = with_new_tokens(base, adapter.lora.new_tokens)
+    base = with_new_tokens(base, adapter.lora.new_tokens)
     place_adapter(adapter, build_arena(base.spec, adapter.lora, torch.device("meta"), torch.float32), base)
 
 

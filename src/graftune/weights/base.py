@@ -90,8 +90,10 @@ class Base:
 
 
 def with_new_tokens(base: Base, new: Sequence[str]) -> Base:
-    """The base with tokens added after its tokenizer's last one. Rows that only pad the table are dropped, so that the
-    rows of the new tokens follow directly."""
+    """The base with tokens added after its tokenizer's last one; itself without any. Rows that only pad the table are
+    dropped, so that the rows of the new tokens follow directly."""
+    if not new:
+        return base
     if base.spec.layer_inputs is not None:
         raise GraftuneError(
             "has an embedding of every token in each layer, so that no tokens can be added",
