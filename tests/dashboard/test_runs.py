@@ -11,9 +11,11 @@ from urllib.parse import quote
 
 import pytest
 
+from graftune.dashboard import line_reader
 from graftune.dashboard import runs as runs_module
 from graftune.dashboard.log import Log
 from graftune.dashboard.reading import read_settings
+from graftune.dashboard.runs import WatchedRun
 from graftune.dashboard.streams import _NewEvents
 from graftune.dashboard.summary import RunSummary
 from graftune.errors import GraftuneError
@@ -161,6 +163,19 @@ def test_a_resume_takes_back_what_came_after_it(tmp_path: Path) -> None:
     path.write_bytes(lines(start(4)))  # another file in its place
     log.advance()
     assert not log.steps and log.of("run_start")[0]["steps"] == 4
+
+
+def test_the_end_of_a_long_log_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list reads a part of a long log at a time. The last part may change the document and not the state."""
+    monkeypatch.setattr(RunSummary, "SECONDS", 0.0)
+    monkeypatch.setattr(line_reader, "CHUNK", 1 << 10)
+    folder = write_run(tmp_path / "r", start(99), *(step(n) for n in range(1, 10)), evaluated(9, 3.0))
+    append(folder, *({"event": "other", "time": 1000.0, "text": "." * 1000} for _ in range(3)), evaluated(8, 2.0))
+    run, versions = WatchedRun("r", folder), set[int]()
+    while run.document([])["best_eval"] != 2.0:
+        run.refresh()
+        assert run.version not in versions, "the document changed and its version did not"
+        versions.add(run.version)
 
 
 def test_the_time_of_a_run_is_what_it_worked(tmp_path: Path) -> None:

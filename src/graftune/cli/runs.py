@@ -25,15 +25,15 @@ def runs(folder: Annotated[str, Parameter(show_default=False)] = "runs", /, *, j
 
     console = Console(json=json)
     found = open_runs(folder)
-    documents = found.documents()
-    differing = found.differing()
-    console.result({"root": str(found.root), "runs": documents, "differing": differing})
+    document = found.document()
+    console.result(document)
     if json:
         return 0
+    documents = document["runs"]
     if not documents:
         console.line(f"there is no run below {found.root}")
         return 0
-    shown = [name for name in differing if name not in ("data", "base")][:4]
+    shown = [name for name in document["differing"] if name not in ("data", "base")][:4]
     console.table(
         str(found.root),
         ("run", "state", "step", "loss", "best validation", "tok/s", "last sign", *shown),

@@ -18,10 +18,11 @@ from graftune.io.yaml_file import LARGEST as LARGEST_YAML
 from graftune.observe.events import plain
 from graftune.observe.report import settings_of
 
-LARGEST = 64 << 20  # bytes of a document that is read whole
+Stamp = tuple[int, int, int]
+NO_FILE: Stamp = (0, 0, 0)
 
 
-def read_bytes(path: str | Path, most: int = LARGEST) -> bytes | None:
+def read_bytes(path: str | Path, most: int) -> bytes | None:
     """The content, or None if there is no such file or it is larger than `most`."""
     try:
         with open_plain(path, follow=False) as file:
@@ -31,7 +32,7 @@ def read_bytes(path: str | Path, most: int = LARGEST) -> bytes | None:
     return content if len(content) <= most else None
 
 
-def read_json(path: Path, most: int = LARGEST) -> Any:
+def read_json(path: Path, most: int) -> Any:
     """The document in a file as JSON types that every browser reads; None if it cannot be read."""
     content = read_bytes(path, most)
     try:
@@ -47,14 +48,14 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     return {} if content is None else settings_of(content.decode("utf-8-sig", "replace"))
 
 
-def stamp(path: str | Path) -> tuple[int, int, int]:
+def stamp(path: str | Path) -> Stamp:
     """Inode, size and modification time, which change with the file. Zeros where there is no regular file."""
     try:
         found = os.stat(path, follow_symlinks=False)
     except OSError:
-        return (0, 0, 0)
-    return (found.st_ino, found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else (0, 0, 0)
+        return NO_FILE
+    return (found.st_ino, found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else NO_FILE
 
 
 def is_file(path: str | Path) -> bool:
-    return stamp(path) != (0, 0, 0)
+    return stamp(path) != NO_FILE

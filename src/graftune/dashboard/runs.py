@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from graftune.dashboard.log import Log
-from graftune.dashboard.reading import is_file, read_settings, stamp
+from graftune.dashboard.reading import Stamp, is_file, read_settings, stamp
 from graftune.dashboard.states import CONFIG, RUNNING, Heartbeat, RunStatus, state_of
 from graftune.dashboard.summary import RunSummary
 from graftune.errors import GraftuneError
@@ -43,7 +43,8 @@ class WatchedRun:
         self.settings: dict[str, Any] = {}
         self._log: Log | None = None
         self._log_lock = threading.Lock()  # a second one: the list does not wait while a long log is read
-        self._stamps: tuple[Any, ...] = ()
+        self._log_stamp: Stamp | None = None  # None: not read yet
+        self._config_stamp: Stamp | None = None
         self.state = RunStatus("preparing", "")
         self.version = 0  # rises whenever the document changes
         self._refreshed = -math.inf
@@ -55,16 +56,16 @@ class WatchedRun:
                 return
             self._refreshed = time.monotonic()
             log, config = stamp(self._log_path), stamp(self._config_path)
-            before = self._stamps
-            if before[1:] != (config,):
+            new_log, new_config = log != self._log_stamp or self.summary.behind, config != self._config_stamp
+            if new_config:
                 self.settings = read_settings(self._config_path)
-            if before[:1] != (log,) or self.summary.behind:
+            if new_log:
                 self.summary.advance()
             # A run that has ended can only be training again if its lock file is there.
             ended = self.summary.end and not os.path.lexists(self.heartbeat.path)
             state = state_of(self.folder, self.summary, None if ended else self.heartbeat.holder())
-            if before != (log, config) or state != self.state or self.summary.behind:
-                self._stamps, self.state = (log, config), state
+            if new_log or new_config or state != self.state:
+                self._log_stamp, self._config_stamp, self.state = log, config, state
                 self.version += 1
 
     def document(self, differing: list[str]) -> Document:
@@ -166,10 +167,11 @@ class Runs:
                     found.add(name)
         return sorted(found)
 
-    def documents(self) -> list[Document]:
+    def document(self) -> Document:
+        """The list of runs, for the page and for `graftune runs --json`."""
         runs = self.all()
         differing = self.differing()
-        return [run.document(differing) for run in runs]
+        return {"root": str(self.root), "runs": [run.document(differing) for run in runs], "differing": differing}
 
     def keep(self, run: WatchedRun) -> None:
         """Hold the log of a run that was requested, and drop the least recently used one of too many."""

@@ -73,12 +73,7 @@ class Server:
         await self.close()
 
     async def list_runs(self, request: Request) -> Response:
-        def made() -> Response:
-            found = self.runs.documents()
-            differing = found[0]["differing"] if found else []
-            return _json({"root": str(self.runs.root), "runs": found, "differing": differing})
-
-        return await asyncio.to_thread(made)
+        return await asyncio.to_thread(lambda: _json(self.runs.document()))
 
     async def list_events(self, request: Request) -> Response:
         return _stream(streams.follow(streams.list_looks(self.runs), self.closing))
