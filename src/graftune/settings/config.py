@@ -56,11 +56,7 @@ class Config:
         values: dict[str, Any] = {}
         for layer in layers:
             values.update(flatten(layer, where, note))
-        given: dict[str, dict[str, Any]] = {name: {} for name in _sections()}
-        for leaf in leaves():
-            if leaf.name in values:
-                given[leaf.section][leaf.name] = _checked(leaf, values[leaf.name], where)
-        return Config(**{name: section(**given[name]) for name, section in _sections().items()})
+        return Config()._with(values, where)
 
     @staticmethod
     def load(path: str | Path, overrides: dict[str, Any] | None = None, note: Note | None = None) -> Config:
@@ -77,10 +73,14 @@ class Config:
 
     def replace(self, **changes: Any) -> Config:
         """These settings are checked; all others were checked before."""
-        values, given = flatten(changes, "config"), dict[str, dict[str, Any]]()
+        return self._with(flatten(changes, "config"), "config")
+
+    def _with(self, values: dict[str, Any], where: str) -> Config:
+        """These settings with the values of some leaves, which are checked."""
+        given: dict[str, dict[str, Any]] = {}
         for leaf in leaves():
             if leaf.name in values:
-                given.setdefault(leaf.section, {})[leaf.name] = _checked(leaf, values[leaf.name], "config")
+                given.setdefault(leaf.section, {})[leaf.name] = _checked(leaf, values[leaf.name], where)
         changed = {name: dataclasses.replace(getattr(self, name), **section) for name, section in given.items()}
         return dataclasses.replace(self, **changed)
 

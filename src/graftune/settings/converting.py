@@ -19,7 +19,7 @@ from typing import Any
 from graftune.errors import GraftuneError
 from graftune.settings import other_tools
 from graftune.settings.config import Config, leaves
-from graftune.settings.targets import TARGET_SHORTHANDS, is_target
+from graftune.settings.targets import SPELLINGS, TARGET_SHORTHANDS, is_target
 from graftune.settings.tool_data import DATA_NAMES, convert_data
 from graftune.settings.tool_files import COMPUTED, ToolFile, preference
 
@@ -167,7 +167,7 @@ def _rule(name: Any) -> str:
 def _take(result: Conversion, ours: str, name: str, value: Any) -> None:
     if ours == "targets":
         given = [str(target).strip() for target in (value if isinstance(value, list) else str(value).split(","))]
-        given = ["all_linear" if target in ("all", "all-linear") else target for target in given]
+        given = [SPELLINGS.get(target, target) for target in given]
         known = [target for target in given if is_target(target) or target in TARGET_SHORTHANDS]
         if len(known) < len(given):
             result.leave(name, f"no adapter is trained on {', '.join(t for t in given if t not in known)}")
