@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 import graftune
-from graftune.observe.trackers import NEEDS
+from graftune.observe.trackers import TRACKERS
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -54,7 +54,7 @@ def test_extras():
     extras = PROJECT["project"]["optional-dependencies"]
     assert {"gpu", "parquet", "zstd", "all", "test"} <= set(extras)
     named = re.fullmatch(r"graftune\[(.+)\]", *extras["all"])
-    apart = {"all", "test", "page-test", *NEEDS}
+    apart = {"all", "test", "page-test", *TRACKERS}
     assert named is not None and set(named[1].split(",")) == set(extras) - apart
 
 

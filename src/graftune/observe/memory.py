@@ -101,12 +101,10 @@ def total_bytes() -> int:
 
 def device_bytes(device: torch.device | str) -> DeviceBytes:
     device = torch.device(device)
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return DeviceBytes(free, total, torch.cuda.max_memory_allocated(device))
-    if device.type == "xpu":
-        free, total = torch.xpu.mem_get_info(device)
-        return DeviceBytes(free, total, torch.xpu.max_memory_allocated(device))
+    if device.type in ("cuda", "xpu"):
+        module = torch.get_device_module(device)
+        free, total = module.mem_get_info(device)
+        return DeviceBytes(free, total, module.max_memory_allocated(device))
     if device.type == "mps":  # shared with the CPU; torch keeps no peak of its own there
         used, total = torch.mps.driver_allocated_memory(), torch.mps.recommended_max_memory()
         return DeviceBytes(max(0, total - used), total, used)

@@ -18,8 +18,9 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from graftune.errors import GraftuneError
 from graftune.io.files import write_file
@@ -28,7 +29,6 @@ from graftune.observe.events import NOT_CURVES, Event
 
 PROJECT = "graftune"
 KEYS = "tracker.json"  # in the run folder: the run's key in each tracker
-NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}  # its package
 # Fields of an event and the names of their metrics. Missing fields are not sent; other curves are train/NAME.
 STEP = {
     "loss": "train/loss",
@@ -44,14 +44,10 @@ EVAL = {"loss": "eval/loss", "perplexity": "eval/perplexity"}
 NAMES = {"step": STEP, "eval": EVAL}
 
 
-class Resumed(NamedTuple):
-    """A resumed run: its last step, and its key in the tracker (empty if unknown)."""
-
-    step: int
-    key: str
-
-
 class Tracker(Protocol):
+    """Made with the run's folder and settings and, of a resumed run, its last step (else None) and its key in the
+    tracker (empty if unknown)."""
+
     key: str  # the run's key in the tracker; empty if it needs none to continue
 
     def log(self, metrics: dict[str, float], step: int) -> None: ...
@@ -61,12 +57,12 @@ class Tracker(Protocol):
 class TensorBoard:
     key = ""
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], resumed: Resumed | None):
+    def __init__(self, folder: Path, settings: Mapping[str, Any], step: int | None, key: str):
         from torch.utils.tensorboard import SummaryWriter
 
         # Hides the steps after the resume, which are trained again.
-        self.writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed.step + 1 if resumed else None)
-        if resumed is None:
+        self.writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=None if step is None else step + 1)
+        if step is None:
             self.writer.add_text("settings", "\n".join(f"    {name}: {value}" for name, value in settings.items()))
 
     def log(self, metrics: dict[str, float], step: int) -> None:
@@ -81,9 +77,9 @@ class WandbLike:
     """wandb, and trackio, which has the same calls. A run is continued by its id, in trackio by its name. wandb keeps
     the first values of a step; a resumed run sends the same ones again."""
 
-    def __init__(self, module: str, folder: Path, settings: Mapping[str, Any], resumed: Resumed | None):
+    def __init__(self, module: str, folder: Path, settings: Mapping[str, Any], step: int | None, key: str):
         self.module = importlib.import_module(module)
-        by, key = "id" if module == "wandb" else "name", resumed.key if resumed else ""
+        by = "id" if module == "wandb" else "name"
         more: dict[str, Any] = {"name": folder.name} | ({by: key, "resume": "allow"} if key else {})
         more |= {"dir": str(folder)} if module == "wandb" else {}  # or its files go to the current folder
         self.key = str(getattr(self.module.init(project=PROJECT, config=dict(settings), **more), by))
@@ -96,10 +92,9 @@ class WandbLike:
 
 
 class MlFlow:
-    def __init__(self, folder: Path, settings: Mapping[str, Any], resumed: Resumed | None):
+    def __init__(self, folder: Path, settings: Mapping[str, Any], step: int | None, key: str):
         self.module = importlib.import_module("mlflow")
         self.module.set_experiment(PROJECT)
-        key = resumed.key if resumed else ""
         self.key = str(self.module.start_run(**({"run_id": key} if key else {"run_name": folder.name})).info.run_id)
         if not key:  # parameters of a run cannot be changed
             self.module.log_params({name: str(value)[:500] for name, value in settings.items()})
@@ -111,21 +106,22 @@ class MlFlow:
         self.module.end_run()
 
 
+# By the name of their package, which is also the value of the setting and our extra.
+TRACKERS: dict[str, Callable[[Path, Mapping[str, Any], int | None, str], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": partial(WandbLike, "wandb"),
+    "trackio": partial(WandbLike, "trackio"),
+    "mlflow": MlFlow,
+}
+
+
 def check_installed(name: str) -> None:
     """Raises GraftuneError for a tracker whose package is not installed."""
-    if name != "none" and importlib.util.find_spec(NEEDS[name]) is None:
+    if name != "none" and importlib.util.find_spec(name) is None:
         raise GraftuneError(
-            f"track is {name}, and the package {NEEDS[name]} is not installed",
+            f"track is {name}, and the package {name} is not installed",
             fix=f'install it with: pip install "graftune[{name}]"',
         )
-
-
-def open_tracker(name: str, folder: Path, settings: Mapping[str, Any], resumed: Resumed | None) -> Tracker:
-    if name == "tensorboard":
-        return TensorBoard(folder, settings, resumed)
-    if name == "mlflow":
-        return MlFlow(folder, settings, resumed)
-    return WandbLike(name, folder, settings, resumed)
 
 
 class Tracking:
@@ -167,8 +163,8 @@ class Tracking:
     def _opened(self, first: Event) -> Tracker:
         """Called at the first event in this process."""
         keys = _keys(self.folder / KEYS)
-        resumed = Resumed(int(first["step"]), keys.get(self.name, "")) if first["event"] == "resume" else None
-        tracker = open_tracker(self.name, self.folder, self.settings, resumed)
+        step, key = (int(first["step"]), keys.get(self.name, "")) if first["event"] == "resume" else (None, "")
+        tracker = TRACKERS[self.name](self.folder, self.settings, step, key)
         if tracker.key and tracker.key != keys.get(self.name):
             write_file(self.folder / KEYS, json.dumps(keys | {self.name: tracker.key}) + "\n")
         return tracker
