@@ -24,7 +24,7 @@ from cyclopts import App
 from graftune import __version__
 from graftune.cli.command_line import CommandLine, read_line
 from graftune.cli.failures import explained
-from graftune.cli.help import every_setting, help_of
+from graftune.cli.help import SettingsPanel, help_of
 from graftune.cli.schema import completion
 from graftune.errors import GraftuneError, one_line
 from graftune.observe.console import Console
@@ -79,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not words & COMMANDS.keys() and (not words or words & {"--help", "-h"}):
             for name in COMMANDS:  # the list of commands has the first line of each one's text
                 _ = app[name]
-        with warnings.catch_warnings(), every_setting(line.help_all):
+        SettingsPanel.everything = line.help_all
+        with warnings.catch_warnings():
             if not line.verbose:
                 warnings.showwarning = _show_warning
             code = app(line.arguments, exit_on_error=False, print_error=False, result_action="return_value")

@@ -4,8 +4,6 @@ common ones; --help-all shows every setting.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, ClassVar
 
 # Command -> what follows its name in the usage line, and examples.
@@ -99,7 +97,7 @@ def help_of(command: str) -> dict[str, str]:
 class SettingsPanel:
     """Formats one section of settings: the common ones, or all of them."""
 
-    everything: ClassVar[bool] = False
+    everything: ClassVar[bool] = False  # set for each command line, by --help-all
 
     def __call__(self, console: Any, options: Any, panel: Any) -> None:
         from cyclopts.help.formatters import DefaultFormatter
@@ -113,13 +111,3 @@ class SettingsPanel:
 
 def _is_common(entry: Any) -> bool:
     return any(name.removeprefix("--").replace("-", "_") in COMMON for name in entry.names)
-
-
-@contextmanager
-def every_setting(shown: bool) -> Iterator[None]:
-    """Inside, help shows every setting (--help-all)."""
-    SettingsPanel.everything = shown
-    try:
-        yield
-    finally:
-        SettingsPanel.everything = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shlex
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -76,7 +76,8 @@ def init(
     job, plan, coming = _planned(whole, console)
     facts, lines = base_facts(job.base), coming.lines() if plan else coming.lines()[:1]
     lines.append(peak_line(plan) if plan else "memory and time are predicted on CUDA and on CPUs only")
-    write_file(file, _text(asked, _Found(facts, dataset.summary, job, plan), lines, out))
+    reasons = _reasons(facts, dataset.summary, job, plan)
+    write_file(file, _text(asked, job.config.train.epochs, reasons, lines, out))
     console.result(
         {"file": str(file), "base": facts, "data": summary_json(dataset, tokenizer, EXAMPLES)}
         | {"expected_run": coming.document(), "plan": plan.document() if plan else None}
@@ -128,65 +129,58 @@ def _planned(config: Config, console: Console) -> tuple[Any, Any, Any]:
     return job, plan if is_planned else None, coming
 
 
-class _Found(NamedTuple):
-    """What the comments of the file are made of."""
-
-    facts: dict[str, Any]  # of the base
-    summary: Any  # of the data
-    job: Any
-    plan: Any
-
-    def reasons(self) -> dict[str, dict[str, str]]:
-        """The settings in the file, by the heading they stand below, each with its reason."""
-        facts, summary, job, chosen = self.facts, self.summary, self.job, self.job.config
-        size, lora = f"{facts['parameters']:,} parameters", chosen.lora.resolved()
-        kinds = ", ".join(f"{count} {kind}" for kind, count in summary.kinds.items())
-        long = summary.needed > summary.max_seq_len
-        cut = "set this to that number to keep them whole" if long else "all fit"
-        usual = Config().train.epochs
-        few = f"{usual:g} make fewer than {auto.TOO_FEW} steps" if chosen.train.epochs > usual else "1 on large data"
-        micro = f"0: as many as fit, {self.plan.capacity} here" if self.plan else "0: as many as fit"
-        recompute = f"auto: {self.plan.recompute} here, the least that fits" if self.plan else "auto: none here"
-        held = len(job.validation)
-        return {
-            "the base": {
-                "base": f"{facts['architecture']}, {size}, context {facts['context']}",
-                "base_dtype": f"auto: {job.placement.describe()}",
-                "device": f"auto: {job.runtime.device if self.plan else 'the best there is'} here",
-            },
-            "the data": {
-                "data": f"{summary.rows} rows ({kinds}); {summary.examples} examples, {summary.tokens} tokens",
-                "max_seq_len": f"0: {summary.max_seq_len} here; the longest example has {summary.needed} tokens: {cut}",
-                "train_on": f"trained: {summary.supervised_share:.0%} of the tokens, as the masks that init showed",
-                "template": f"auto: {summary.template or 'none is needed'}",
-                "val_split": f"{held} examples are held out, {len(job.training)} are trained on",
-            },
-            "the adapter": {
-                "rank": "suits most tasks; 8 saves memory, 64 learns more from large data",
-                "alpha": f"0: twice the rank, so {lora.alpha:g}",
-                "targets": "every projection of every layer; qv is smaller and learns less",
-            },
-            "the run": {
-                "lr": auto.said(chosen.replace(lr="auto"), chosen, facts["parameters"]),
-                "epochs": f"passes over the data; {few}",
-                "tokens_per_step": auto.said(chosen.replace(tokens_per_step="auto"), chosen, facts["parameters"]),
-                "tokens_per_micro_batch": micro,
-                "recompute": recompute,
-                "patience": "evaluations without improvement before the run stops; the best checkpoint is kept",
-                "out": "empty: a new folder below runs/",
-            },
-        }
+def _reasons(facts: dict[str, Any], summary: Any, job: Any, plan: Any) -> dict[str, dict[str, str]]:
+    """The settings in the file, by the heading they stand below, each with its reason. `facts`: of the base; `summary`:
+    of the data."""
+    chosen = job.config
+    size, lora = f"{facts['parameters']:,} parameters", chosen.lora.resolved()
+    kinds = ", ".join(f"{count} {kind}" for kind, count in summary.kinds.items())
+    long = summary.needed > summary.max_seq_len
+    cut = "set this to that number to keep them whole" if long else "all fit"
+    usual = Config().train.epochs
+    few = f"{usual:g} make fewer than {auto.TOO_FEW} steps" if chosen.train.epochs > usual else "1 on large data"
+    micro = f"0: as many as fit, {plan.capacity} here" if plan else "0: as many as fit"
+    recompute = f"auto: {plan.recompute} here, the least that fits" if plan else "auto: none here"
+    held = len(job.validation)
+    return {
+        "the base": {
+            "base": f"{facts['architecture']}, {size}, context {facts['context']}",
+            "base_dtype": f"auto: {job.placement.describe()}",
+            "device": f"auto: {job.runtime.device if plan else 'the best there is'} here",
+        },
+        "the data": {
+            "data": f"{summary.rows} rows ({kinds}); {summary.examples} examples, {summary.tokens} tokens",
+            "max_seq_len": f"0: {summary.max_seq_len} here; the longest example has {summary.needed} tokens: {cut}",
+            "train_on": f"trained: {summary.supervised_share:.0%} of the tokens, as the masks that init showed",
+            "template": f"auto: {summary.template or 'none is needed'}",
+            "val_split": f"{held} examples are held out, {len(job.training)} are trained on",
+        },
+        "the adapter": {
+            "rank": "suits most tasks; 8 saves memory, 64 learns more from large data",
+            "alpha": f"0: twice the rank, so {lora.alpha:g}",
+            "targets": "every projection of every layer; qv is smaller and learns less",
+        },
+        "the run": {
+            "lr": auto.said(chosen.replace(lr="auto"), chosen, facts["parameters"]),
+            "epochs": f"passes over the data; {few}",
+            "tokens_per_step": auto.said(chosen.replace(tokens_per_step="auto"), chosen, facts["parameters"]),
+            "tokens_per_micro_batch": micro,
+            "recompute": recompute,
+            "patience": "evaluations without improvement before the run stops; the best checkpoint is kept",
+            "out": "empty: a new folder below runs/",
+        },
+    }
 
 
-def _text(asked: Config, found: _Found, lines: list[str], out: str) -> str:
+def _text(asked: Config, epochs: float, reasons: dict[str, dict[str, str]], lines: list[str], out: str) -> str:
+    """The file: the settings that have a reason, and those that were asked for. `epochs`: of the planned run."""
     import yaml
 
-    values, defaults = asked.flat() | {"epochs": found.job.config.train.epochs}, Config().flat()
-    reasons = found.reasons()
+    values, defaults = asked.flat() | {"epochs": epochs}, Config().flat()
     named = {name for group in reasons.values() for name in group}
     others = {name: "as given to graftune init" for name, value in asked.flat().items() if value != defaults[name]}
     if left := {name: why for name, why in others.items() if name not in named}:
-        reasons["also given"] = left
+        reasons = reasons | {"also given": left}
     text = HEADER + f"# Written by graftune init. Train with: graftune train -c {one_line(shlex.quote(out))}\n"
     text += "".join(f"# {one_line(line)}\n" for line in lines)
     for title, group in reasons.items():
