@@ -43,15 +43,17 @@ def vocabulary(tokenizer: Tokenizer, rows: int, end_of_turn: int | None) -> dict
     if model["type"] != "BPE":
         raise _unknown(f"a {model['type']} vocabulary")
     spm = bool(model.get("byte_fallback"))
-    values: dict[str, Any] = {"tokens": _tokens(tokenizer, rows), "token_type": _kinds(tokenizer, rows, spm)}
+    merges = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model["merges"]]
+    kinds = _kinds(tokenizer, rows, spm, model.get("unk_token"))
+    values: dict[str, Any] = {"tokens": _tokens(tokenizer, rows), "token_type": kinds}
     if spm:
-        values |= {"model": "llama", "pre": "default", "scores": _scores(model, values["tokens"])}
-        values["tokens"] = _with_blanks(values["tokens"], values["token_type"])
+        values |= {"model": "llama", "pre": "default", "scores": _scores(merges, values["tokens"])}
+        values["tokens"] = _with_blanks(values["tokens"], kinds)
         values["add_space_prefix"] = _space_prefix(tokenizer)
         if model.get("unk_token") is not None:
             values["unknown_token_id"] = tokenizer.backend.token_to_id(model["unk_token"])
     else:
-        values |= {"model": "gpt2", "merges": [_merge(pair) for pair in model["merges"]]}
+        values |= {"model": "gpt2", "merges": [" ".join(pair) for pair in merges]}
         values["pre"] = _rule(tokenizer, bool(model.get("ignore_merges")))
     ids = {
         "bos": tokenizer.bos_id,
@@ -75,9 +77,8 @@ def _tokens(tokenizer: Tokenizer, rows: int) -> list[str]:
     return [f"[PAD{id}]" if token is None else token for id, token in enumerate(known)]
 
 
-def _kinds(tokenizer: Tokenizer, rows: int, spm: bool) -> list[int]:
+def _kinds(tokenizer: Tokenizer, rows: int, spm: bool, unknown: str | None) -> list[int]:
     added = tokenizer.backend.get_added_tokens_decoder()
-    unknown = json.loads(tokenizer.backend.to_str())["model"].get("unk_token")
     kinds = []
     for id in range(rows):
         token = tokenizer.backend.id_to_token(id)
@@ -102,17 +103,12 @@ def _with_blanks(tokens: list[str], kinds: list[int]) -> list[str]:
     return [old if new in known else new for old, new in zip(tokens, shown, strict=True)]
 
 
-def _merge(pair: Any) -> str:
-    return pair if isinstance(pair, str) else " ".join(pair)
-
-
-def _scores(model: dict[str, Any], tokens: list[str]) -> list[float]:
+def _scores(merges: list[list[str]], tokens: list[str]) -> list[float]:
     made: dict[str, int] = {}
-    for place, pair in enumerate(model["merges"]):
-        parts = pair.split(" ", 1) if isinstance(pair, str) else pair
-        made.setdefault("".join(parts), place)
+    for place, pair in enumerate(merges):
+        made.setdefault("".join(pair), place)
     # What no merge makes is found whole or not at all: its score is never compared.
-    return [-float(made.get(token, len(model["merges"]))) for token in tokens]
+    return [-float(made.get(token, len(merges))) for token in tokens]
 
 
 def _space_prefix(tokenizer: Tokenizer) -> bool:
