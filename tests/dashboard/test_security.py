@@ -76,16 +76,16 @@ def test_outside_of_loopback_there_is_a_token(tmp_path: Path) -> None:
 
 def test_the_token_is_shown_to_the_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN, raising=False)
-    assert token_for("127.0.0.1", False, lambda: False) == ""
-    one, other = (token_for("0.0.0.0", False, lambda: True) for _ in range(2))
-    assert len(one) >= 24 and one != other and token_for("localhost", True, lambda: True)
+    assert token_for("127.0.0.1", False, False) == ""
+    one, other = (token_for("0.0.0.0", False, True) for _ in range(2))
+    assert len(one) >= 24 and one != other and token_for("localhost", True, True)
     with pytest.raises(GraftuneError, match=r"cannot be shown.*set GRAFTUNE_WATCH_TOKEN"):
-        token_for("0.0.0.0", False, lambda: False)
+        token_for("0.0.0.0", False, False)
     monkeypatch.setenv(TOKEN, "short")
     with pytest.raises(GraftuneError, match="too short"):
-        token_for("0.0.0.0", False, lambda: True)
+        token_for("0.0.0.0", False, True)
     monkeypatch.setenv(TOKEN, SECRET)
-    assert token_for("0.0.0.0", False, lambda: False) == SECRET
+    assert token_for("0.0.0.0", False, False) == SECRET
     with pytest.raises(ValueError):
         client(tmp_path, host="0.0.0.0").get("/")
 

@@ -60,7 +60,7 @@ def watch(
     from graftune.dashboard.serving import Page, token_for
 
     runs = open_runs(folder)
-    page = Page(runs, host=host, port=port, token=token_for(host, token, sys.stderr.isatty), device=device)
+    page = Page(runs, host=host, port=port, token=token_for(host, token, sys.stderr.isatty()), device=device)
     if not quiet:
         count = len(runs.all())
         found = "no run yet" if not count else "1 run" if count == 1 else f"{count} runs"
@@ -106,7 +106,7 @@ def main(folder: str, port: str) -> int:
     from graftune.dashboard.runs import open_runs
     from graftune.dashboard.serving import Page, token_for
 
-    token = token_for("127.0.0.1", False, lambda: True)
+    token = token_for("127.0.0.1", False, True)
     try:
         page = Page(open_runs(folder), host="127.0.0.1", port=int(port), token=token)
     except GraftuneError:  # the port is taken

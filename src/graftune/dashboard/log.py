@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from array import array
 from bisect import bisect_right
 from collections import deque
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
 from operator import lt
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,6 +59,10 @@ def _column(values: Sequence[Any]) -> array[float] | None:
 
 
 class Log(LineReader):
+    def __init__(self, path: str | Path):
+        super().__init__(path)
+        self.lock = threading.Lock()  # of this log alone: the list of runs does not wait while a long log is read
+
     def clear(self) -> None:
         self.steps = array("q")
         self.values: dict[str, array[float]] = {}

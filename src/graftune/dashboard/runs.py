@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +32,16 @@ OF_REWARDS = frozenset(field.name for field in fields(RlConfig)) - {"reward"}
 DEEPEST = 6  # folders below the watched one
 MOST_RUNS, MOST_FOLDERS = 20_000, 100_000  # that are found, and searched
 FRESH = 0.5  # seconds until the folders are read again
-MOST_LOGS = 16  # that are held in memory
+MOST_LOGS = 16  # that are held in memory, those that were requested last
 Document = dict[str, Any]
 
 
 class WatchedRun:
     def __init__(self, key: str, folder: Path):
         self.id, self.folder, self.lock = key, folder, threading.RLock()
-        self._log_path, self._config_path = str(folder / LOG), str(folder / CONFIG)
-        self.summary, self.heartbeat = RunSummary(self._log_path), Heartbeat(folder)
+        self.log_path, self._config_path = str(folder / LOG), str(folder / CONFIG)
+        self.summary, self.heartbeat = RunSummary(self.log_path), Heartbeat(folder)
         self.settings: dict[str, Any] = {}
-        self._log: Log | None = None
-        self._log_lock = threading.Lock()  # a second one: the list does not wait while a long log is read
         self._log_stamp: Stamp | None = None  # None: not read yet
         self._config_stamp: Stamp | None = None
         self.state = RunStatus("preparing", "")
@@ -55,7 +54,7 @@ class WatchedRun:
             if time.monotonic() - self._refreshed < fresh:
                 return
             self._refreshed = time.monotonic()
-            log, config = stamp(self._log_path), stamp(self._config_path)
+            log, config = stamp(self.log_path), stamp(self._config_path)
             new_log, new_config = log != self._log_stamp or self.summary.behind, config != self._config_stamp
             if new_config:
                 self.settings = read_settings(self._config_path)
@@ -96,18 +95,6 @@ class WatchedRun:
                 "differing": differing,
             }
 
-    @contextmanager
-    def log(self) -> Iterator[Log]:
-        """The whole log, up to date and locked against other threads."""
-        with self._log_lock:
-            log = self._log or Log(self._log_path)
-            log.advance()
-            self._log = log
-            yield log
-
-    def drop_log(self) -> None:
-        self._log = None
-
 
 class Runs:
     """All runs below `root`, or the one run that `root` is."""
@@ -117,7 +104,7 @@ class Runs:
         self._runs: dict[str, WatchedRun] = {}
         self._lock = threading.Lock()
         self._refreshed = -FRESH
-        self._used: list[WatchedRun] = []  # runs whose logs are in memory, the latest last
+        self._logs = lru_cache(MOST_LOGS)(Log)
 
     def refresh(self) -> None:
         """Find runs that are new or gone, and read what has changed in the others."""
@@ -173,12 +160,13 @@ class Runs:
         differing = self.differing()
         return {"root": str(self.root), "runs": [run.document(differing) for run in runs], "differing": differing}
 
-    def keep(self, run: WatchedRun) -> None:
-        """Hold the log of a run that was requested, and drop the least recently used one of too many."""
-        with self._lock:
-            self._used = [*(one for one in self._used if one is not run), run]
-            if len(self._used) > MOST_LOGS:
-                self._used.pop(0).drop_log()
+    @contextmanager
+    def log(self, run: WatchedRun) -> Iterator[Log]:
+        """The whole log of a run, up to date and locked against other threads."""
+        log = self._logs(run.log_path)
+        with log.lock:
+            log.advance()
+            yield log
 
 
 def open_runs(folder: str) -> Runs:

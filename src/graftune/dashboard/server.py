@@ -106,17 +106,16 @@ class Server:
 
     def _details(self, run: WatchedRun) -> Response:
         self.runs.refresh()
-        document = details(run, self.runs.differing())
-        self.runs.keep(run)
+        with self.runs.log(run) as log:
+            document = details(run, log, self.runs.differing())
         return _json(document)
 
     def _series(self, run: WatchedRun, request: Request) -> Response:
         names = [name for name in request.query_params.get("names", "").split(",") if name]
         points = _whole(request, "points", 2000) or 2000
         first, last = _whole(request, "from", None), _whole(request, "to", None)
-        with run.log() as log:
+        with self.runs.log(run) as log:
             document = series(log, names, points, first, last)
-        self.runs.keep(run)
         return _json(document)
 
 

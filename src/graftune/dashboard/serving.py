@@ -10,7 +10,6 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable
 
 import uvicorn
 
@@ -61,7 +60,7 @@ class _UvicornServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def token_for(host: str, always: bool, shown: Callable[[], bool]) -> str:
+def token_for(host: str, always: bool, shown: bool) -> str:
     """The token that a page on `host` needs: the user's own, or a random one if the user can see it (`shown`). Empty on
     loopback, unless `always`."""
     own = os.environ.get(TOKEN, "")
@@ -74,7 +73,7 @@ def token_for(host: str, always: bool, shown: Callable[[], bool]) -> str:
                 fix=f"give it at least {SHORTEST_TOKEN} of them",
             )
         return own
-    if not shown():
+    if not shown:
         raise GraftuneError(
             "the page needs a token, which cannot be shown because stderr is not a terminal",
             fix=f"set {TOKEN} to a token of your own",

@@ -17,32 +17,31 @@ PROFILE = "profile.json"
 MOST_SAMPLES, MOST_WARNINGS = 4000, 500
 
 
-def details(run: WatchedRun, differing: list[str]) -> Document:
+def details(run: WatchedRun, log: Log, differing: list[str]) -> Document:
     """The run's document in the list, and everything else."""
-    with run.log() as log:
-        shown = ("run_start", "answers", "memory", "routing", "run_end")
-        last = {kind: log.of(kind)[-1] if log.of(kind) else None for kind in shown}
-        config = read_bytes(run.folder / CONFIG, 1 << 20)
-        return {
-            **run.document(differing),
-            "folder": str(run.folder),
-            "command": command(run.folder, log),
-            "config_yaml": "" if config is None else config.decode("utf-8", "replace"),
-            "plan": read_json(run.folder / "plan.json", 1 << 20),
-            "memory": last["memory"],
-            "routing": last["routing"],
-            "warnings": warnings(log),
-            "samples": sample_rows(log.of("sample"))[-MOST_SAMPLES:],
-            "answers": last["answers"],
-            "evals": evals(log.of("eval")),
-            "marks": resume_marks([*log.of("resume"), *log.of("extend")]),
-            "now": time.time(),  # by this machine's clock, as the times of the events
-            "start": last["run_start"],
-            "end": last["run_end"],
-            "profile": is_file(run.folder / PROFILE),
-            "checkpoints": checkpoints(run.folder),
-            "offset": log.offset,
-        }
+    shown = ("run_start", "answers", "memory", "routing", "run_end")
+    last = {kind: log.of(kind)[-1] if log.of(kind) else None for kind in shown}
+    config = read_bytes(run.folder / CONFIG, 1 << 20)
+    return {
+        **run.document(differing),
+        "folder": str(run.folder),
+        "command": command(run.folder, log),
+        "config_yaml": "" if config is None else config.decode("utf-8", "replace"),
+        "plan": read_json(run.folder / "plan.json", 1 << 20),
+        "memory": last["memory"],
+        "routing": last["routing"],
+        "warnings": warnings(log),
+        "samples": sample_rows(log.of("sample"))[-MOST_SAMPLES:],
+        "answers": last["answers"],
+        "evals": evals(log.of("eval")),
+        "marks": resume_marks([*log.of("resume"), *log.of("extend")]),
+        "now": time.time(),  # by this machine's clock, as the times of the events
+        "start": last["run_start"],
+        "end": last["run_end"],
+        "profile": is_file(run.folder / PROFILE),
+        "checkpoints": checkpoints(run.folder),
+        "offset": log.offset,
+    }
 
 
 def command(folder: Path, log: Log) -> str:
