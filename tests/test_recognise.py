@@ -71,6 +71,7 @@ BASES = [
     ("empty", ["holds no config.json"]),
     ("llama3:8b", ["Ollama name", "owner/name", "ollama show llama3:8b"]),
     ("https://example.com/x", ["is a web address"]),
+    ("https://huggingface.co/?search=llama", ["is a web address"]),
     ("https://huggingface.co/datasets/a/b", ["datasets, not a model"]),
     ("runs/typo", ["no such file or folder"]),
     ("runs/godo", ["no such file or folder", "did you mean runs/good?"]),

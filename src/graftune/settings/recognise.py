@@ -220,11 +220,11 @@ def _off_the_hub(name: str) -> str:
     if Path(name).expanduser().exists():
         return name
     found = _HUB_URL.fullmatch(name)
-    if found is None:
+    parts = [part for part in found[1].split("?")[0].split("/") if part] if found else []
+    if not parts:
         if "://" in name:
             raise _error(name, "is a web address", "give a Hub name (owner/name), or download it and give its path")
         return name
-    parts = [part for part in found[1].split("?")[0].split("/") if part]
     if parts[0] in ("datasets", "spaces"):
         raise _error(name, f"is one of the Hub's {parts[0]}, not a model", "give a model's name (owner/name)")
     if len(parts) > 4 and parts[2] in ("blob", "resolve") and parts[-1].endswith(".gguf"):
