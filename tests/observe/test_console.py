@@ -264,6 +264,18 @@ def test_a_bar_fits_the_terminal_and_keeps_count_and_loss(width: int, monkeypatc
     assert "30/60 examples" in text and ("tok/s" in text) == (width > 60)
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_label_of_the_work_may_change(terminal: bool) -> None:
+    console, _, err = make(terminal)
+    with console.progress(3, label="writing", unit="MB") as bar:
+        bar.label = f"copying layers.7 {EVIL}"
+        bar.began -= 100.0  # so that plain output has a line at the end
+        bar.update(3)
+        if isinstance(bar, BarProgress):
+            bar._bar.refresh()  # now, and not a quarter of a second later
+    assert "copying layers.7 [bold red]x" in err.getvalue() and "\x1b[2J" not in err.getvalue()
+
+
 def test_a_quiet_progress_still_measures() -> None:
     console, _, err = make(quiet=True)
     with console.progress(3) as bar:

@@ -175,16 +175,14 @@ class Console:
             yield WorkProgress(total, done, label, unit)
         elif self._err.isatty():
             with self._live(keep=label == TRAINING) as bar:
-                shown = BarProgress(total, done, label, bar, lambda text: self._write(self._err, text), unit=unit)
+                shown = BarProgress(total, done, label, bar, self._write_progress, unit=unit)
                 try:
                     yield shown
                 finally:
                     if label != TRAINING:
                         bar.remove_task(shown.task)
         else:
-            with self._with_heartbeat(
-                LineProgress(total, done, label, lambda text: self._write(self._err, text), unit=unit)
-            ) as lines:
+            with self._with_heartbeat(LineProgress(total, done, label, self._write_progress, unit=unit)) as lines:
                 yield lines
 
     @contextmanager
@@ -215,7 +213,7 @@ class Console:
             heartbeat = HeartbeatThread(
                 lambda: time.monotonic() - self._wrote,
                 lambda: self._active[-1].age,
-                lambda: self._write(self._err, self._active[-1].heartbeat_line()),
+                lambda: self._write_progress(self._active[-1].heartbeat_line()),
             )
         try:
             yield lines
@@ -227,6 +225,9 @@ class Console:
     @property
     def _results(self) -> TextIO:
         return self._err if self.json else self._out
+
+    def _write_progress(self, text: str) -> None:
+        self._write(self._err, printable(text))
 
     def _write(self, stream: TextIO, text: str, style: str = "") -> None:
         with self._surviving(stream), self._bar_hidden():

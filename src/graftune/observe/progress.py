@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from graftune.errors import printable
 from graftune.observe.speed import NOTHING, Amounts, Meter, clock_text
 
 Clock = Callable[[], float]
@@ -174,7 +175,7 @@ class BarProgress(WorkProgress):
         self.task = bar.add_task(label, total=total or None, completed=done, work=self)
 
     def show(self) -> None:
-        self._bar.update(self.task, completed=self.done)
+        self._bar.update(self.task, completed=self.done, description=printable(self.label))
         if self.training and self._due():
             self._last = self.clock()
             self._write(self.line())
