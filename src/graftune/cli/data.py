@@ -60,7 +60,7 @@ def data(
     """
     check_range("--show", show, 0)
     console = Console(json=json)
-    flags = positional(given(settings), data=[data, *more] if more else data)
+    flags = positional(given(settings), data=data, more=more)
     whole = looked_at(loaded(config, flags, console))
 
     dataset, tokenizer = show_data(whole, console, show)

@@ -66,7 +66,7 @@ def init(
     """
     console, file = Console(json=json), Path(out).expanduser()
     _check_file(file, force)
-    asked = Config.of(positional(given(settings), base=base, data=[data, *more] if more else data))
+    asked = Config.of(positional(given(settings), base=base, data=data, more=more))
     whole = looked_at(asked)
     dataset, tokenizer = show_data(whole, console, EXAMPLES)
 

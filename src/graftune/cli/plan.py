@@ -66,7 +66,7 @@ def plan(
         Print the plan as one JSON document to stdout.
     """
     console = Console(json=json)
-    flags = positional(given(settings), base=base, data=[data, *more] if more else data)
+    flags = positional(given(settings), base=base, data=data, more=more)
     whole = loaded(config, flags, console)
     if print_config:
         return show_config(whole, console)

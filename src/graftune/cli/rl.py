@@ -57,7 +57,7 @@ def rl(
         Open the page of graftune watch beside the training, and say its address.
     """
     console = Console(json=json, quiet=quiet)
-    flags = positional(given(settings), base=base, data=[data, *more] if more else data)
+    flags = positional(given(settings), base=base, data=data, more=more)
     whole, flags = settings_of(config, flags, resume, console)
     if print_config:
         return show_config(Config.of(whole.flat(), flags) if resume else whole, console)

@@ -113,10 +113,10 @@ def show_config(config: Config, console: Console) -> int:
     return 0
 
 
-def positional(flags: dict[str, Any], **values: str | list[str]) -> dict[str, Any]:
-    """`flags` with the positional settings (BASE, DATA); giving both is a mistake."""
+def positional(flags: dict[str, Any], *, base: str = "", data: str = "", more: Sequence[str] = ()) -> dict[str, Any]:
+    """`flags` with the positional settings BASE and DATA; giving both is a mistake."""
     merged = dict(flags)
-    for name, value in values.items():
+    for name, value in (("base", base), ("data", [data, *more] if more else data)):
         if value and merged.setdefault(name, value) != value:
             raise GraftuneError(
                 f"{name.upper()} is {value!r} but {flag(name)} is {merged[name]!r}", fix="give only one of the two"

@@ -50,19 +50,19 @@ class Talk:
         self.exchanges: list[Exchange] = []
         self._first = 0  # exchange that still fits the context
         self._retries = 0
-        self._asked, self._answers = "", dict[str, str]()  # the exchange under way
+        self._current = Exchange("", {})  # the exchange under way
 
     def answer(self, text: str) -> None:
         """Answer one message: streamed, side by side, or as JSON."""
         console, comparing = self._console, len(self._sides) == 2
-        self._asked, self._answers = text, {}
+        self._current = Exchange(text, {})
         self._drop_oldest(text)
         for side in self._sides:
             label = f"asking the {'base' if side == 'base' else 'tuned model'}"
             with console.working(label) if comparing else nullcontext():
                 self._generate(side, text)
         names = {"tuned": "answer", "base": "base_answer"}
-        console.result({"prompt": text} | {names[side]: answer for side, answer in self._answers.items()})
+        console.result({"prompt": text} | {names[side]: answer for side, answer in self._current.answers.items()})
         if not comparing and not console.json:
             console.line()
         self._keep()
@@ -84,7 +84,7 @@ class Talk:
         console = self._console
         if not console.json:
             console.line()
-        if any(not self._answers.get(side, "").strip() for side in self._sides):
+        if any(not self._current.answers.get(side, "").strip() for side in self._sides):
             console.note("stopped before the answer began; the conversation is unchanged")
             return False
         self._keep()
@@ -131,22 +131,25 @@ class Talk:
         )
 
     def _generate(self, side: str, text: str) -> None:
-        """Adds each piece to `_answers`, so that a stopped answer is known, and shows it unless two answers are to
+        """Adds each piece to the current answers, so that a stopped answer is known, and shows it unless two are to
         stand side by side."""
 
+        answers = self._current.answers
+
         def on_text(piece: str) -> None:
-            self._answers[side] = self._answers.get(side, "") + piece
+            answers[side] = answers.get(side, "") + piece
             if len(self._sides) == 1 and not self._console.json:
                 self._console.stream(piece)
 
         messages = [*self._messages(side, self._first), {"role": "user", "content": text}]
         sampling = self._sampling | {"seed": self._sampling["seed"] + self._retries}
-        self._answers[side] = self._run.chat(messages, adapted=side == "tuned", on_text=on_text, **sampling)
+        answers[side] = self._run.chat(messages, adapted=side == "tuned", on_text=on_text, **sampling)
 
     def _keep(self) -> None:
         if len(self._sides) == 2 and not self._console.json:
-            self._console.side_by_side("", [AnswerRow(self._asked, self._answers["base"], self._answers["tuned"])])
-        self.exchanges.append(Exchange(self._asked, self._answers))
+            asked, answers = self._current
+            self._console.side_by_side("", [AnswerRow(asked, answers["base"], answers["tuned"])])
+        self.exchanges.append(self._current)
 
     def _messages(self, side: str, first: int) -> list[Message]:
         messages = [{"role": "system", "content": self.system}] if self.system else []

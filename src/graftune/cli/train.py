@@ -59,7 +59,7 @@ def train(
     """
     ranks = from_environment()
     console = Console(json=json, quiet=quiet, silent=ranks is not None and not ranks.leads)
-    flags = positional(given(settings), base=base, data=[data, *more] if more else data)
+    flags = positional(given(settings), base=base, data=data, more=more)
     whole, flags = settings_of(config, flags, resume, console, leads=ranks is None or ranks.leads)
     if print_config:
         return show_config(Config.of(whole.flat(), flags) if resume else whole, console)

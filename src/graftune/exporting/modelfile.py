@@ -111,9 +111,10 @@ def _prints_date(form: ChatFormat) -> bool:
 
 
 def modelfile(
-    source: str, adapter: str | None, form: ChatFormat | None, tokenizer: Tokenizer, why: str = "there is no template"
+    source: str, adapter: str | None, form: ChatFormat | None, tokenizer: Tokenizer, why: str = ""
 ) -> tuple[str, tuple[str, ...]]:
-    """The file's text, and notes for the user. `source` and `adapter` are paths relative to the file."""
+    """The file's text, and notes for the user. `source` and `adapter` are paths relative to the file; `why`: the
+    reason if there is no `form`."""
     lines, notes = [f"FROM {_quoted(source)}"], []
     if adapter is not None:
         lines.append(f"ADAPTER {_quoted(adapter)}")

@@ -199,7 +199,7 @@ def _gguf_lora(source: ExportSource, place: Path, kind: str, console: Console) -
             "llama.cpp wants a GGUF of the base beside it: graftune export "
             f"{base.name or base.path} --to gguf --type F16 writes one"
         )
-    _add_modelfile(done, source, base, adapter_file=place)
+    _add_modelfile(done, source, base, weights=base.path, adapter=place)
     return done
 
 
@@ -285,7 +285,7 @@ def _gguf(source: ExportSource, place: Path, kind: str, console: Console) -> Exp
     window = max((shape.window for shape in spec.attention), default=0)
     if 0 < window < spec.max_positions and not family_of(spec).windows_in_llama_cpp:
         console.warn(f"llama.cpp does not know this model's window of {window} tokens: longer texts may differ")
-    _add_modelfile(done, source, whole)
+    _add_modelfile(done, source, whole, weights=place)
     return done
 
 
@@ -335,14 +335,15 @@ def _report_survival(done: Exported, source: ExportSource, survival: Survival, d
         done.notes.append(text)
 
 
-def _add_modelfile(done: Exported, source: ExportSource, base: Base, adapter_file: Path | None = None) -> None:
+def _add_modelfile(
+    done: Exported, source: ExportSource, base: Base, weights: Path, adapter: Path | None = None
+) -> None:
     from graftune.exporting.modelfile import modelfile, seen_from
 
     path = done.path.with_suffix(".Modelfile")
-    weights = done.path if adapter_file is None else base.path
-    adapter = None if adapter_file is None else seen_from(path.parent, adapter_file)
+    named = None if adapter is None else seen_from(path.parent, adapter)
     form, why = source.form(base)
-    text, notes = modelfile(seen_from(path.parent, weights), adapter, form, base.tokenizer, why)
+    text, notes = modelfile(seen_from(path.parent, weights), named, form, base.tokenizer, why)
     write_file(path, text)
     done.files.append(path)
     done.notes += [*notes, f"Ollama: ollama create {source.name.lower()} -f {path}"]
