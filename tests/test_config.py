@@ -212,6 +212,12 @@ def test_a_date_without_quotes(tmp_path: Path) -> None:
     assert Config.load(file).data.date == "2026-01-31"
 
 
+def test_the_folder_of_a_run_may_be_in_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/of/me")
+    assert Config.of({"out": "~/runs/a"}).run.out == "/home/of/me/runs/a"
+    assert Config.of({"out": "runs/~a"}).run.out == "runs/~a" and Config.of({}).run.out == ""
+
+
 def test_targets_shorthands_keep_the_models_order() -> None:
     assert expand_targets(("mlp", "q_proj")) == ("q_proj", "gate_proj", "up_proj", "down_proj")
     assert Config.of({"targets": "v_proj, q_proj"}).lora.targets == ("v_proj", "q_proj")

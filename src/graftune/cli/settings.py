@@ -99,7 +99,7 @@ def looked_at(whole: Config) -> Config:
     for source in (*entries(data.data), *entries(data.eval_data)):
         recognise.check_data(source.path)
     recognise.check_template(data.template)
-    out = Path(whole.run.out).expanduser() if whole.run.out else None
+    out = Path(whole.run.out) if whole.run.out else None
     if out is not None and (files := [path for path in (out, *out.parents) if path.is_file()]):
         what = f"cannot be written to ({files[0]} is a file)"
         raise GraftuneError(what, where=str(out), fix="choose another folder with --out")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
+import os
 import typing
 import warnings
 from collections.abc import Callable, Iterable
@@ -186,6 +187,8 @@ def _checked(leaf: Leaf, value: Any, where: str) -> Any:
     if leaf.name == "targets":
         value = tuple(SPELLINGS.get(target, target) for target in value)
         expand_targets(value, where)
+    elif leaf.name == "out":
+        value = os.path.expanduser(value)
     elif leaf.name == "max_seq_len" and 0 < value < SHORTEST:
         raise GraftuneError(f"max_seq_len is {value}", where=where, fix=f"it must be at least {SHORTEST}, or 0")
     elif leaf.name == "date" and value and not _is_date(value):
