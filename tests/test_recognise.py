@@ -102,6 +102,20 @@ def test_bases_that_may_be_one(here: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "path", "weight"),
+    [
+        ("a", "a", 1.0),
+        ("a=0.5", "a", 0.5),
+        ("a=-1", "a", -1.0),
+        ("a=1e-2", "a", 0.01),
+        ("owner/a=b/c", "owner/a=b/c", 1),
+    ],
+)
+def test_weights_of_adapters(given: str, path: str, weight: float) -> None:
+    assert recognise.parse_weight(given) == (path, weight)
+
+
+@pytest.mark.parametrize(
     ("address", "name"),
     [
         ("https://huggingface.co/owner/name", "owner/name"),

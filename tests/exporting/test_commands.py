@@ -46,6 +46,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(models.make_folder("llama", folder / "base"), folder / "mine", rank=4)
 
 
+@pytest.mark.parametrize("weight", ["-0.5", "5e-1"])
+def test_weights_on_the_command_line(run: Path, tmp_path: Path, weight: str) -> None:
+    assert main(["export", f"{run}={weight}", "--to", "peft", "--out", str(tmp_path / "a")]) == 0
+    assert (tmp_path / "a" / "adapter_config.json").is_file()
+
+
 def test_a_run_goes_out_in_every_format(run: Path, capsys: Capture) -> None:
     want = ours(opened(run))
     for line in (["peft"], ["merged"], ["gguf-lora"], ["gguf", "--type", "f16"], ["apr"]):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from graftune.cli.settings import Switch, given, takes
 from graftune.observe.console import Console
-from graftune.settings.recognise import check_target
+from graftune.settings.recognise import check_target, parse_weight
 
 Format = Literal["peft", "merged", "gguf-lora", "gguf", "apr"]
 Names = Literal["checkpoint", "text", "multimodal"]
@@ -57,7 +56,7 @@ def export(
     quiet
         No notes and no progress.
     """
-    check_target(target.rpartition("=")[0] if re.search(r"=[\d.]+$", target) else target)
+    check_target(parse_weight(target)[0])
 
     from graftune import api
     from graftune.observe.memory import human_bytes

@@ -25,6 +25,7 @@ from graftune.run_folder import (
 )
 from graftune.session import check_base, with_template
 from graftune.settings.config import Config
+from graftune.settings.recognise import parse_weight
 from graftune.settings.sections import DataConfig
 from graftune.weights.adapter import is_adapter, load_adapter
 from graftune.weights.adapter_fit import Adapter, fitted
@@ -115,20 +116,6 @@ def _whole(folder: Path, base: str, add: Sequence[str], target: str) -> ExportSo
     opened = open_base(settings["base"])
     data = Config.of({"template": settings["template"], "append_eos": settings["append_eos"]}).data
     return ExportSource(opened, (), data, folder.resolve().name, folder / "export", folder)
-
-
-def parse_weight(given: str) -> tuple[str, float]:
-    """PATH or PATH=WEIGHT; an existing path that contains = is a path."""
-    match = re.fullmatch(r"(.+)=([^=/]*)", given)
-    if match is None or Path(given).exists():
-        return given, 1.0
-    try:
-        weight = float(match[2])
-    except ValueError:
-        weight = float("nan")
-    if not -1e6 < weight < 1e6:
-        raise GraftuneError(f"the weight {match[2]!r} of {match[1]} is not a number", fix="write ADAPTER=0.5")
-    return match[1], weight
 
 
 def _plain_name(base: Base) -> str:

@@ -162,6 +162,20 @@ def check_target(name: str) -> str:
     return name
 
 
+def parse_weight(given: str) -> tuple[str, float]:
+    """PATH or PATH=WEIGHT; an existing path that contains = is a path."""
+    match = re.fullmatch(r"(.+)=([^=/]*)", given)
+    if match is None or Path(given).exists():
+        return given, 1.0
+    try:
+        weight = float(match[2])
+    except ValueError:
+        weight = float("nan")
+    if not -1e6 < weight < 1e6:
+        raise GraftuneError(f"the weight {match[2]!r} of {match[1]} is not a number", fix="write ADAPTER=0.5")
+    return match[1], weight
+
+
 def check_adapter(name: str) -> None:
     if name in ("lora", "qlora"):
         raise _error(f"adapter {name}", "is not a folder", "LoRA is what train does; for QLoRA set base_dtype to nf4")
