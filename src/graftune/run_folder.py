@@ -24,7 +24,7 @@ from graftune.model.arena import Arena
 from graftune.model.lora import build_arena, target_names, targets_of
 from graftune.session import Parts, Session, check_base, open_session, with_template
 from graftune.settings.config import Config
-from graftune.settings.sections import LOSS_SETTINGS, LoraConfig
+from graftune.settings.sections import LOSS_SETTINGS, OF_MACHINE, LoraConfig
 from graftune.settings.targets import expand_targets
 from graftune.weights import checkpoint
 from graftune.weights.adapter import adapter_tensors, is_adapter, load_adapter
@@ -33,8 +33,6 @@ from graftune.weights.base import Base, default_base, open_base, with_new_tokens
 from graftune.weights.model import is_model
 
 TRIES = 20  # listings; the run deletes a checkpoint every few seconds at most
-# Settings of the machine that the run was on.
-_HERE = ("device", "compute_dtype", "base_dtype", "base_on", "embedding_on", "shard_base", "threads")
 
 
 def is_run(folder: Path) -> bool:
@@ -202,7 +200,7 @@ def _choose(run: Path, which: str, found: dict[int, Path]) -> tuple[int, str]:
 def open_state(state: RunCheckpoint, settings: dict[str, Any]) -> Session:
     """Open the model at that step. `settings` override the run's; the run's settings of its machine are not used."""
     stored = state.config.nested()
-    base = {name: value for name, value in stored["base"].items() if name not in _HERE}
+    base = {name: value for name, value in stored["base"].items() if name not in OF_MACHINE}
     train = {name: stored["train"][name] for name in ("method", "seed", *LOSS_SETTINGS)}
     config = Config.of({**base, **stored["lora"], **stored["data"], **train, **settings}, where="settings")
     session = open_session(config)

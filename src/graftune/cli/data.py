@@ -13,27 +13,11 @@ from cyclopts import Parameter
 from graftune.cli.settings import Count, Switch, given, loaded, looked_at, positional, takes
 from graftune.observe.console import Console
 from graftune.settings.config import Config
+from graftune.settings.sections import OF_MACHINE
 from graftune.settings.values import check_range
 
 
-@takes(
-    "base",
-    "data",
-    omit=(
-        "data",
-        "eval_data",
-        "val_split",
-        "eval_examples",
-        "device",
-        "base_dtype",
-        "base_on",
-        "embedding_on",
-        "shard_base",
-        "compute_dtype",
-        "threads",
-        "any_base",
-    ),
-)
+@takes("base", "data", omit=("data", "eval_data", "val_split", "eval_examples", "any_base", *OF_MACHINE))
 def data(
     data: Annotated[str, Parameter(show_default=False)] = "",
     /,

@@ -9,12 +9,13 @@ from cyclopts import Parameter
 from graftune.cli.settings import Switch, given, takes
 from graftune.observe.console import Console
 from graftune.settings.recognise import check_target, parse_weight
+from graftune.settings.sections import OF_MACHINE
 
 Format = Literal["peft", "merged", "gguf-lora", "gguf", "apr"]
 Names = Literal["checkpoint", "text", "multimodal"]
 
 
-@takes("base", omit=("base_dtype", "base_on", "embedding_on", "shard_base", "device", "compute_dtype", "threads"))
+@takes("base", omit=OF_MACHINE)
 def export(
     target: str,
     /,

@@ -44,8 +44,7 @@ class Requests:
         self._waiting.put(None)
 
     def __iter__(self) -> Iterator[Document]:
-        while (request := self._waiting.get()) is not None:
-            yield request
+        return iter(self._waiting.get, None)
 
     def is_stopped(self, number: int) -> bool:
         return self.over or number <= self._stopped

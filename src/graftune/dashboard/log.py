@@ -141,7 +141,7 @@ def series(log: Log, names: Sequence[str], points: int, first: int | None, last:
     chosen = [name for name in names if name in log.values]
     chosen = chosen if names else [name for name in log.values if name not in NOT_CURVES]
     columns = {name: np.frombuffer(log.values[name], np.float64)[start:end] for name in chosen} if len(steps) else {}
-    shown, values = downsampled(steps[start:end], columns, max(4, min(points, MOST_POINTS)), means=("loss",))
+    shown, values = downsampled(steps[start:end], columns, max(4, min(points, MOST_POINTS)))
     return {
         "names": chosen,
         "available": list(log.values),

@@ -9,23 +9,23 @@ extremes do not tell: it gets the mean of each bucket.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
 
 def downsampled(
-    steps: np.ndarray, columns: Mapping[str, np.ndarray], points: int, means: Sequence[str] = ()
+    steps: np.ndarray, columns: Mapping[str, np.ndarray], points: int
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Steps and values at `points` places or fewer, at least four; unchanged if there are no more. `means`: columns
-    that also give the means of their buckets, as NAME_mean."""
+    """Steps and values at `points` places or fewer, at least four; unchanged if there are no more. The loss also
+    gives the means of its buckets, as loss_mean."""
     if len(steps) <= points:
         return steps, dict(columns)
     inner = slice(1, len(steps) - 1)
     edges = np.linspace(0, len(steps) - 2, max(1, points // 2 - 1) + 1).astype(np.int64)
     values = {name: _between(column, _extremes(column[inner], edges)) for name, column in columns.items()}
-    for name in set(means) & set(columns):
-        values[f"{name}_mean"] = _between(columns[name], _means(columns[name][inner], edges))
+    if "loss" in columns:
+        values["loss_mean"] = _between(columns["loss"], _means(columns["loss"][inner], edges))
     # A bucket's two values are placed at its first step and halfway to the next bucket.
     places = steps[inner][np.stack([edges[:-1], (edges[:-1] + edges[1:]) // 2], axis=1).reshape(-1)]
     return _between(steps, places), values

@@ -115,7 +115,7 @@ def _curves(done: list[Event]) -> dict[str, Any]:
     known = dict.fromkeys(name for e in done for name, value in e.items() if isinstance(value, int | float | None))
     names = [name for name in known if name not in NOT_CURVES][:MOST_CURVES]
     columns = {name: np.array([figure(e.get(name)) for e in done]) for name in names}
-    at, values = downsampled(np.array([e["step"] for e in done], np.int64), columns, POINTS, means=("loss",))
+    at, values = downsampled(np.array([e["step"] for e in done], np.int64), columns, POINTS)
     shown = {name: [_short(value) for value in numbers(column)] for name, column in values.items()}
     return {"names": names, "steps": at.tolist(), "values": shown, "thinned": len(done) > POINTS}
 

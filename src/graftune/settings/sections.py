@@ -28,6 +28,9 @@ NOT_FOR_REWARDS = (
     *("sample_tokens", "trace_steps", "profile_every", "deadline", "wait_gpu", "memory_share"),
 )
 
+# The settings of the machine that a run is on.
+OF_MACHINE = ("device", "compute_dtype", "base_dtype", "base_on", "embedding_on", "shard_base", "threads")
+
 # Whether a resumed run may have another value. fixed: no, since it decides what the run computes. content: a file or
 # folder that may have moved; a digest of its content is compared instead. stored: yes, and config.yaml keeps the new
 # value. free: yes, for this time only; the value does not decide what the run computes.

@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from graftune.errors import GraftuneError
 
 DataValue = str | tuple[dict[str, Any], ...]
-KEYS = ("path", "weight", "split", "subset", "revision", "map")
 GLOB = frozenset("*?[")
 MOST = 1000  # times that a row may occur per epoch
 
@@ -31,7 +30,10 @@ class Source:
     split: str = ""
     subset: str = ""
     revision: str = ""
-    map: dict[str, str] | None = field(default=None)  # None: the `map` of the settings
+    map: dict[str, str] | None = None  # the `map` of the settings
+
+
+KEYS = tuple(field.name for field in fields(Source))
 
 
 def entries(value: DataValue) -> list[Source]:

@@ -294,8 +294,13 @@ def _entries(node: ast.expr, constants: dict[str, ast.expr], depth: int = 5) -> 
     return found
 
 
-_ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv}
-_ARITHMETIC |= {ast.Div: operator.truediv}
+_ARITHMETIC = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+}
 
 
 def _value(node: ast.expr, constants: dict[str, ast.expr], depth: int = 5) -> Any:
