@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from graftune.cli.settings import flag
 from graftune.errors import GraftuneError
 from graftune.settings import other_tools
-from graftune.settings.config import leaves
+from graftune.settings.config import leaves, section_of
 from graftune.settings.targets import TARGET_SHORTHANDS, is_target
 
 VERBATIM = ("--prompt", "--system")  # the next word is text, even if it looks like a flag
@@ -89,7 +89,7 @@ def _unknown_options(command: str, typed: list[str], known: list[str]) -> Graftu
 def _instead(typed: str, known: list[str]) -> str:
     """What to use instead of an option that this command does not have."""
     ours = other_tools.same(typed) or other_tools.plain(typed)
-    section = {leaf.name: leaf.section for leaf in leaves()}.get(ours)
+    section = section_of().get(ours)
     if section is not None and flag(ours) not in known:
         return f"that is {flag(ours)} of graftune {'rl' if section == 'rl' else 'train'}"
     return other_tools.advice(typed, [name for name in known if name.startswith("--")], flags=True)

@@ -14,7 +14,7 @@ import functools
 import os
 import typing
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,34 +120,19 @@ def flatten(tree: dict[str, Any], where: str, note: Note | None = None) -> dict[
     flat: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     unknown: list[tuple[str, str]] = []
-    sections, known = _sections(), _known()
-
-    def put(key: Any, value: Any, section: str = "") -> None:
+    known = section_of()
+    for section, key, value in _entries(tree, where):
         shown_key = f"{section}.{key}" if section else str(key)
         name = key if key in known else other_tools.same(key) if isinstance(key, str) else None
         if name not in known or (section and known[name] != section):
             unknown.append((shown_key, _answer(str(key), name, known, section)))
-            return
+            continue
         if name in flat:
             twice = f"{name} is given twice" + (f" (as {spelled[name]} and {key})" if spelled[name] != key else "")
             raise GraftuneError(twice, where=where, fix="keep one of them")
         if name != key:
             (note or _warn)(f"{where}: {shown_key} is taken as {name}")
         flat[name], spelled[name] = value, str(key)
-
-    for key, value in tree.items():
-        if key == "data" and isinstance(value, dict) and "path" in value:
-            put(key, value)  # one source of a mixture
-        elif key in sections and (isinstance(value, dict) or (value is None and key not in known)):
-            for inner, inner_value in (value or {}).items():
-                put(inner, inner_value, key)
-        elif key in sections and key not in known:
-            said = other_tools.answer(key, flags=False) if isinstance(value, str | bool) else None
-            what = "which is a setting of another tool" if said else "and it is a section"
-            fix = said or "indent its keys below it"
-            raise GraftuneError(f"{key} is {shown(value)}, {what}", where=where, fix=fix)
-        else:
-            put(key, value)
     if len(unknown) == 1:
         raise GraftuneError(f"unknown key {shown(unknown[0][0])}", where=where, fix=unknown[0][1])
     if unknown:
@@ -159,6 +144,23 @@ def flatten(tree: dict[str, Any], where: str, note: Note | None = None) -> dict[
     return flat
 
 
+def _entries(tree: dict[str, Any], where: str) -> Iterator[tuple[str, Any, Any]]:
+    """The section (empty at the top level), key and value of each entry."""
+    sections, known = _sections(), section_of()
+    for key, value in tree.items():
+        if key == "data" and isinstance(value, dict) and "path" in value:
+            yield "", key, value  # one source of a mixture
+        elif key in sections and (isinstance(value, dict) or (value is None and key not in known)):
+            yield from ((key, inner, inner_value) for inner, inner_value in (value or {}).items())
+        elif key in sections and key not in known:
+            said = other_tools.answer(key, flags=False) if isinstance(value, str | bool) else None
+            what = "which is a setting of another tool" if said else "and it is a section"
+            fix = said or "indent its keys below it"
+            raise GraftuneError(f"{key} is {shown(value)}, {what}", where=where, fix=fix)
+        else:
+            yield "", key, value
+
+
 def _answer(key: str, name: str | None, known: dict[str, str], section: str) -> str:
     """What to do about a key that is none of ours, or not one of its section."""
     if name in known:
@@ -168,7 +170,7 @@ def _answer(key: str, name: str | None, known: dict[str, str], section: str) -> 
 
 
 def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=4)
+    warnings.warn(text, stacklevel=3)
 
 
 @functools.cache
@@ -177,8 +179,8 @@ def _sections() -> dict[str, Any]:
 
 
 @functools.cache
-def _known() -> dict[str, str]:
-    """The section of each setting."""
+def section_of() -> dict[str, str]:
+    """The section of each setting, by its name."""
     return {leaf.name: leaf.section for leaf in leaves()}
 
 
