@@ -86,10 +86,10 @@ class Console:
 
     def note(self, text: str) -> None:
         if not self.quiet:
-            self._write(self._err, printable(without_secrets(text)))
+            self._write(self._err, without_secrets(text))
 
     def warn(self, text: str) -> None:
-        self._write(self._err, f"warning: {printable(without_secrets(text))}", style="yellow")
+        self._write(self._err, f"warning: {without_secrets(text)}", style="yellow")
 
     def fail(self, text: str) -> None:
         """Why the process ends now. Removes the progress bar."""
@@ -102,7 +102,7 @@ class Console:
     # Results: to stdout, or to stderr while stdout is reserved for the JSON document.
 
     def line(self, text: str = "") -> None:
-        self._write(self._results, printable(text))
+        self._write(self._results, text)
 
     def stream(self, text: str) -> None:
         """A piece of an answer, without a newline, flushed."""
@@ -140,7 +140,7 @@ class Console:
         """Base and tuned answers to the same prompts: columns on a terminal, labelled paragraphs elsewhere."""
         if not self._results.isatty():
             blocks = [_plain_answer(number, row) for number, row in enumerate(rows, 1)]
-            self._write(self._results, "\n\n".join([*([printable(title)] if title else []), *blocks]))
+            self._write(self._results, "\n\n".join([*([title] if title else []), *blocks]))
             return
         from rich import box
         from rich.table import Table
@@ -227,9 +227,11 @@ class Console:
         return self._err if self.json else self._out
 
     def _write_progress(self, text: str) -> None:
-        self._write(self._err, printable(text))
+        self._write(self._err, text)
 
     def _write(self, stream: TextIO, text: str, style: str = "") -> None:
+        """A line or several, whose control characters are made visible."""
+        text = printable(text)
         with self._surviving(stream), self._bar_hidden():
             if style and stream.isatty():
                 from rich.text import Text
