@@ -98,7 +98,7 @@ class FolderLock:
     def acquire(self) -> FolderLock:
         self._handle = open_own(self.path)
         try:
-            self._lock(self._handle)
+            self._lock()
             os.ftruncate(self._handle, 0)
             me = LockOwner.me(os.fstat(self._handle).st_ino)
             os.pwrite(self._handle, json.dumps(asdict(me)).encode() + b"\n", 0)
@@ -118,11 +118,11 @@ class FolderLock:
             with suppress(OSError):
                 os.utime(self._handle)
 
-    def _lock(self, handle: int) -> None:
+    def _lock(self) -> None:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = LockOwner.read(os.pread(handle, 4096, 0))
+            owner = LockOwner.read(os.pread(self._handle, 4096, 0))
             who = "another process" if owner is None else f"process {owner.pid}"
             raise GraftuneError(
                 f"{who} is training in this folder",

@@ -24,8 +24,6 @@ from graftune.errors import one_line, printable, without_secrets
 from graftune.observe.events import to_json
 from graftune.observe.progress import TRAINING, BarProgress, HeartbeatThread, LineProgress, WorkProgress, rich_bar
 
-__all__ = ["AnswerRow", "Console", "WorkProgress", "printable"]
-
 
 @dataclass(frozen=True)
 class AnswerRow:

@@ -187,7 +187,7 @@ class Profile:
         }
         return found | {"bottleneck": bottleneck(found)}
 
-    def _phases(self, layers: Mapping[tuple[str, int | None], float]) -> list[dict[str, Any]]:
+    def _phases(self, layers: Mapping[Place, float]) -> list[dict[str, Any]]:
         names = sorted({phase for phase, _ in layers}, key=_order)
         rows = []
         for name in names:
@@ -251,7 +251,7 @@ def _order(phase: str) -> tuple[int, str]:
     return (PHASES.index(phase) if phase in PHASES else len(PHASES), phase)
 
 
-def _layer_rows(layers: Mapping[tuple[str, int | None], float]) -> list[dict[str, Any]]:
+def _layer_rows(layers: Mapping[Place, float]) -> list[dict[str, Any]]:
     """Recomputation counts as part of the backward pass that needs it."""
     ways = {"forward": ("reference", "forward"), "backward": ("recompute", "backward")}
     indices = sorted({layer for _, layer in layers if layer is not None})
@@ -277,9 +277,7 @@ def hotspots(operations: Mapping[Name, float], whole: float) -> list[dict[str, A
     return sorted(found, key=lambda row: -row["ms"])
 
 
-def _tree(
-    layers: Mapping[tuple[str, int | None], float], operations: Mapping[Name, Times], whole: float
-) -> dict[str, Any]:
+def _tree(layers: Mapping[Place, float], operations: Mapping[Name, Times], whole: float) -> dict[str, Any]:
     def leaves(phase: str, layer: int | None) -> list[dict[str, Any]]:
         mine = {name: times for name, times in operations.items() if name[:2] == (phase, layer)}
         return [{"name": name.operation, "ms": times.ms, "children": []} for name, times in mine.items()]

@@ -18,10 +18,11 @@ from graftune.batch import Example
 from graftune.data.encoded import lengths_of
 from graftune.data.pack import Capacities
 from graftune.errors import GraftuneError
-from graftune.observe.console import Console, WorkProgress
+from graftune.observe.console import Console
 from graftune.observe.events import EventLog
 from graftune.observe.memory import device_bytes, human_bytes
 from graftune.observe.plot import LivePlot
+from graftune.observe.progress import WorkProgress
 from graftune.observe.speed import NOTHING, Amounts, Meter, compared, is_far
 from graftune.plan import Plan
 from graftune.session import Parts
