@@ -52,6 +52,18 @@ def test_weights_on_the_command_line(run: Path, tmp_path: Path, weight: str) -> 
     assert (tmp_path / "a" / "adapter_config.json").is_file()
 
 
+def test_a_base_may_be_named_by_its_address_on_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def exporting(target: str, *_: object, **__: object) -> write.Exported:
+        asked.append(target)
+        return write.Exported(tmp_path, facts={"bytes": 1})
+
+    monkeypatch.setattr("graftune.api.export", exporting)
+    assert main(["export", "https://huggingface.co/owner/name/tree/main", "--to", "gguf"]) == 0
+    assert asked == ["owner/name"]
+
+
 def test_a_run_goes_out_in_every_format(run: Path, capsys: Capture) -> None:
     want = ours(opened(run))
     for line in (["peft"], ["merged"], ["gguf-lora"], ["gguf", "--type", "f16"], ["apr"]):

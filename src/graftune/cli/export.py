@@ -57,7 +57,8 @@ def export(
     quiet
         No notes and no progress.
     """
-    check_target(parse_weight(target)[0])
+    path = parse_weight(target)[0]
+    target = check_target(path) + target.removeprefix(path)
 
     from graftune import api
     from graftune.observe.memory import human_bytes
