@@ -30,18 +30,19 @@ from graftune.observe.events import NOT_CURVES, Event
 PROJECT = "graftune"
 KEYS = "tracker.json"  # in the run folder: the run's key in each tracker
 # Fields of an event and the names of their metrics. Missing fields are not sent; other curves are train/NAME.
-STEP = {
-    "loss": "train/loss",
-    "grad_norm": "train/grad_norm",
-    "lr": "train/learning_rate",
-    "epoch": "train/epoch",
-    "tok_s": "train/tokens_per_second",
-    "tflops": "train/tflops",
-    "floor_share": "train/floor_share",
-    "host_idle": "train/host_idle",
+NAMES = {
+    "step": {
+        "loss": "train/loss",
+        "grad_norm": "train/grad_norm",
+        "lr": "train/learning_rate",
+        "epoch": "train/epoch",
+        "tok_s": "train/tokens_per_second",
+        "tflops": "train/tflops",
+        "floor_share": "train/floor_share",
+        "host_idle": "train/host_idle",
+    },
+    "eval": {"loss": "eval/loss", "perplexity": "eval/perplexity"},
 }
-EVAL = {"loss": "eval/loss", "perplexity": "eval/perplexity"}
-NAMES = {"step": STEP, "eval": EVAL}
 
 
 class Tracker(Protocol):
