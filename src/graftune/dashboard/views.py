@@ -11,7 +11,7 @@ from pathlib import Path
 from graftune.dashboard.log import Log
 from graftune.dashboard.reading import is_file, read_bytes, read_json
 from graftune.dashboard.runs import CONFIG, Document, WatchedRun
-from graftune.observe.events import evals, resume_marks, sample_rows, step_of
+from graftune.observe.events import Event, evals, resume_marks, sample_rows, step_of
 
 PROFILE = "profile.json"
 MOST_SAMPLES, MOST_WARNINGS = 4000, 500
@@ -25,7 +25,7 @@ def details(run: WatchedRun, log: Log, differing: list[str]) -> Document:
     return {
         **run.document(differing),
         "folder": str(run.folder),
-        "command": command(run.folder, log),
+        "command": command(run.folder, last["run_start"] or {}),
         "config_yaml": "" if config is None else config.decode("utf-8", "replace"),
         "plan": read_json(run.folder / "plan.json", 1 << 20),
         "memory": last["memory"],
@@ -44,11 +44,11 @@ def details(run: WatchedRun, log: Log, differing: list[str]) -> Document:
     }
 
 
-def command(folder: Path, log: Log) -> str:
-    """The command line that started the run, if its log has it; otherwise an equivalent one."""
-    for event in log.of("run_start"):
-        if isinstance(event.get("command"), str) and event["command"]:
-            return str(event["command"])
+def command(folder: Path, start: Event) -> str:
+    """The command line that started the run, if its first event has it; otherwise an equivalent one."""
+    given = start.get("command")
+    if isinstance(given, str) and given:
+        return given
     return f"graftune train -c {shlex.quote(str(folder / CONFIG))} --out NEW-FOLDER"
 
 
