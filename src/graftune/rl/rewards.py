@@ -76,10 +76,7 @@ class Rewards:
     def check(self) -> None:
         """Refuse functions that cannot be imported. Their processes stay."""
         for name, function in self.functions.items():
-            if why := function.start():
-                raise GraftuneError(
-                    f"the reward {name} cannot be used: {why}", where=str(function.path), fix="correct it"
-                )
+            function.check(name)
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Refuse functions that need what the data does not have. Follows `check`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,14 +164,8 @@ def check_metric(config: Config) -> None:
     """Refuse a metric that cannot be imported. Asked before anything is loaded."""
     if config.run.metric and config.run.metric not in BUILT_IN:
         function = FunctionName.of(config.run.metric, "metric")
-        process = UserFunction(function, config.run.metric_seconds, "metric")
-        try:
-            why = process.start()
-        finally:
-            process.close()
-        if why:
-            what = f"the metric {function.name} cannot be used: {why}"
-            raise GraftuneError(what, where=str(function.path), fix="correct the file")
+        with closing(UserFunction(function, config.run.metric_seconds, "metric")) as process:
+            process.check(function.name)
 
 
 def check_best(config: Config) -> None:

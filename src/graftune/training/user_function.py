@@ -75,8 +75,16 @@ class UserFunction:
         self._process: subprocess.Popen[bytes] | None = None
         self._read = b""
 
-    def start(self, between: Between = lambda: None) -> str:
-        """Import the function. Returns why that failed, or an empty text."""
+    def check(self, name: str) -> None:
+        """Refuse a function that cannot be imported, by this name. Its process stays."""
+        try:
+            self._start(lambda: None)
+        except CallFailed as why:
+            what = f"the {self.kind} {name} cannot be used: {why}"
+            raise GraftuneError(what, where=str(self.path), fix="correct the file") from None
+
+    def _start(self, between: Between) -> None:
+        """Import the function; raises `CallFailed`."""
         script = str(Path(__file__).with_name("user_process.py"))
         arguments = [json.dumps([entry or os.getcwd() for entry in sys.path]), str(self.path), self.name]
         self._read = b""
@@ -86,22 +94,18 @@ class UserFunction:
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the run; what the function starts ends with it
         )
-        try:
-            found = self._line(LOADING, between)
-        except CallFailed as error:
-            found = str(error)
+        found = self._line(LOADING, between)
         if isinstance(found, str):
             self.close()
-            return found
+            raise CallFailed(found)
         self.needed = found
-        return ""
 
     def __call__(self, given: dict[str, Any], between: Between) -> dict[str, Any]:
         """Call the function; raises `CallFailed`. Returns its answer (user_process.py)."""
         if self.hangs >= HANGS:
             raise CallFailed("not tried, because the calls before it took too long")
-        if self._process is None and (why := self.start(between)):
-            raise CallFailed(why)
+        if self._process is None:
+            self._start(between)
         assert self._process is not None and self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(given, default=str).encode() + b"\n")
