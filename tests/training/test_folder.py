@@ -32,6 +32,6 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
             (folder / name).touch()
     with ExitStack() as held:
         with pytest.raises(GraftuneError, match=r"taken: the folder holds other files \(notes.txt\)"):
-            run_folders.new_folder(Config.of({"out": str(taken)}), "", [], held)
-        assert run_folders.new_folder(Config.of({"out": str(left)}), "", [], held) == left
+            run_folders.new_folder(Config.of({"out": str(taken)}), "", ExitStack(), held)
+        assert run_folders.new_folder(Config.of({"out": str(left)}), "", ExitStack(), held) == left
     assert [path.name for path in taken.iterdir()] == ["notes.txt"]

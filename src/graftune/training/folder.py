@@ -12,8 +12,7 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from graftune.data.row import plain
@@ -62,26 +61,9 @@ def complete(folder: Path, console: Console) -> None:
             write_pictures(folder, LivePlot(folder), console.warn)
 
 
-@contextmanager
-def removed_unless_started() -> Iterator[list[Path]]:
-    """Yields a list of paths. They are removed if the run does not start."""
-    made: list[Path] = []
-    try:
-        yield made
-    except BaseException:
-        remove_made(made)
-        raise
-
-
-def remove_made(made: list[Path]) -> None:
-    for path in reversed(made):
-        with suppress(OSError):  # another file is in the folder, or this one was never written
-            path.rmdir() if path.is_dir() else path.unlink()
-
-
-def new_folder(config: Config, data: DataValue, made: list[Path], held: ExitStack) -> Path:
-    """Make and lock a folder before the model is loaded, so that a read-only disk shows at once. New paths are added to
-    `made`; `held` keeps the lock."""
+def new_folder(config: Config, data: DataValue, made: ExitStack, held: ExitStack) -> Path:
+    """Make and lock a folder before the model is loaded, so that a read-only disk shows at once. What is new is removed
+    when `made` is closed, because the run did not start; `held` keeps the lock."""
     folder = Path(config.run.out) if config.run.out else _unused_folder(Path("runs"), slug(data))
     if (folder / "config.yaml").exists():
         raise GraftuneError(
@@ -92,10 +74,11 @@ def new_folder(config: Config, data: DataValue, made: list[Path], held: ExitStac
         for path in (*reversed(folder.parents), folder):
             if not path.is_dir():
                 path.mkdir()
-                made.append(path)
+                made.callback(_remove, path)
         new = [name for name in (LOCK, "metrics.jsonl", "plan.json", "config.yaml") if not (folder / name).exists()]
         held.enter_context(FolderLock(folder))
-        made.extend(folder / name for name in new)
+        for name in new:
+            made.callback(_remove, folder / name)
         sweep(folder)  # files of a run that was killed before its first step
         os.close(open_own(folder / "metrics.jsonl"))
     except OSError as error:
@@ -105,6 +88,11 @@ def new_folder(config: Config, data: DataValue, made: list[Path], held: ExitStac
             f"cannot be written to ({error.strerror})", where=str(folder), fix="set out to another folder"
         ) from None
     return folder
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):  # another file is in the folder, or this one was never written
+        path.rmdir() if path.is_dir() else path.unlink()
 
 
 def _refuse_other_files(folder: Path) -> None:

@@ -22,7 +22,7 @@ from graftune.observe.events import Event, number
 from graftune.observe.trackers import check_installed
 from graftune.ranks import Ranks, from_environment
 from graftune.settings.config import Config
-from graftune.training.folder import complete, new_folder, remove_made, removed_unless_started, sweep
+from graftune.training.folder import complete, new_folder, sweep
 from graftune.training.hooks import Callback
 from graftune.training.prepare import prepare_run
 from graftune.training.ranks import SingleProcess, joined
@@ -96,14 +96,14 @@ def _train(
                         return run
                 else:
                     ranks.set_deadline(config.run.deadline)
-                    with removed_unless_started() as made:
-                        ranks.at_end(lambda: remove_made(made))
+                    with ExitStack() as made:
+                        ranks.at_end(made.close)
                         make_folder = partial(new_folder, made=made, held=held)
                         prepared = kind.prepare(config, console, held, make_folder, ranks)
                         with console.working("preparing the first step"):
                             run = kind.run(prepared, console, callbacks)
                             run.start()
-                        made.clear()
+                        made.pop_all()
         except Stopped as stopped:
             for note in getattr(stopped, "__notes__", ()):  # such as the row of the data whose rendering does not end
                 console.note(f"interrupted {note}")
