@@ -33,8 +33,7 @@ class Evaluation(Hook):
     def run(self, state: RunState) -> None:
         p, report = state.progress, state.report
         report.phase("evaluating")
-        counted = report.counted("validating", len(self.examples), unit_of(self.examples), state.check_stop_alone)
-        with state.pausing_steps("evaluate"), counted as count, state.stop.interruptible():
+        with state.counting("evaluate", "validating", len(self.examples), unit_of(self.examples)) as count:
             result = state.parts.evaluated(self.examples, on_progress=count)
         scores = None if self.metric is None else self._scores(state, self.metric)
         report.evaluation(result, p.step, p.epoch, scores)
@@ -88,17 +87,11 @@ class Evaluation(Hook):
 
     def _scores(self, state: RunState, metric: Metric) -> Scores:
         """Rank 0 answers and calls the metric. Where every forward pass needs all ranks, all of them answer."""
-        answers, count = [], len(metric.questions)
-        if state.ranks.leads or state.parts.placement.ranks > 0:
-            label, check = "answering held-out prompts", state.check_stop_alone
-            counted = state.report.counted(label, count, "answers", check)
-            with (
-                state.ranks.busy(label),
-                state.pausing_steps("metric"),
-                counted as between,
-                state.stop.interruptible(),
-            ):
-                answers = metric.answers(state.parts, adapted=True, between=between)
+        answers, label = [], "answering held-out prompts"
+        if state.ranks.leads or state.together:
+            counting = state.counting("metric", label, len(metric.questions), "answers")
+            with state.ranks.busy(label), counting as count:
+                answers = metric.answers(state.parts, adapted=True, between=count)
                 state.parts.free_cache()
         with state.ranks.busy("computing the metric"), state.pausing_steps("metric"):
             return Scores(**state.ranks.from_lead(lambda: asdict(metric.scores(answers, state.check_stop_alone))))

@@ -100,6 +100,27 @@ class RunState:
         for hook in self.hooks:
             hook.paused(self, work, time.perf_counter() - began)
 
+    @contextmanager
+    def counting(
+        self, work: str, label: str, total: int, unit: str, check: Callable[[], None] | None = None
+    ) -> Iterator[Callable[[int], None]]:
+        """Around other work than steps that a signal may end anywhere. Shows its progress, and yields a callback for
+        its count, which calls `check` first (check_stop_alone, unless another is given)."""
+        look = check or self.check_stop_alone
+        shown = self.report.console.progress(total, label=label, unit=unit)
+        with self.pausing_steps(work), shown as bar, self.stop.interruptible():
+
+            def count(done: int) -> None:
+                look()
+                bar.update(done)
+
+            yield count
+
+    @property
+    def together(self) -> bool:
+        """Whether every forward pass needs all ranks, because the base is sharded over them."""
+        return self.parts.placement.ranks > 0
+
     def check_stop(self) -> None:
         """Leave the work if a signal has asked the run to stop."""
         if self.stop.signal:

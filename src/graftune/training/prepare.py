@@ -35,7 +35,7 @@ from graftune.kernels.warm import Warming
 from graftune.losses import LOSSES, Loss, choose
 from graftune.observe.console import Console
 from graftune.observe.memory import forget_earlier_runs, forget_peak, human_bytes
-from graftune.plan import Card, CardModel, Job, Plan, any_data, is_absent, resolve_auto, round_data, runtime_for
+from graftune.plan import Card, Job, Plan, any_data, is_absent, resolve_auto, round_data, runtime_for
 from graftune.run_folder import adapter_folder, with_adapter
 from graftune.runtime import Runtime, set_up
 from graftune.session import Parts, check_method, check_recompute, loader_of, open_session, reader_of
@@ -228,8 +228,9 @@ def _read(config: Config, base: Base, adapter: Adapter | None, path: DataValue, 
     return RunData(training, validation, examples_sha256, least, questions, metric)
 
 
-def job_of(config: Config, console: Console, memory: int = 0, model: CardModel | None = None) -> Job:
-    """A run that is only planned: in the shapes of its data, or without data in the largest that settings allow."""
+def job_of(config: Config, console: Console, memory: int = 0, model: Card | None = None) -> Job:
+    """A run that is only planned: in the shapes of its data, or without data in the largest that settings allow.
+    `model`: the card of another machine to plan for."""
     config, base, adapter, runtime, card, memory = opened_to_plan(config, console, memory, model)
     if config.data.data:
         data = _read(config, base, adapter, config.data.data, console)
@@ -242,7 +243,7 @@ def job_of(config: Config, console: Console, memory: int = 0, model: CardModel |
 
 
 def opened_to_plan(
-    config: Config, console: Console, memory: int, model: CardModel | None
+    config: Config, console: Console, memory: int, model: Card | None
 ) -> tuple[Config, Base, Adapter | None, Runtime, Card | None, int]:
     """The base and the device of a run that is only planned, and the memory that it may take."""
     if is_absent(config) and not memory and model is None:

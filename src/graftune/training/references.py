@@ -15,7 +15,6 @@ class References(Hook):
 
     def start(self, state: RunState) -> None:
         for examples in self.parts:
-            counted = state.report.counted("reference", len(examples), unit_of(examples), state.check_stop_alone)
-            with state.pausing_steps("reference"), counted as count, state.stop.interruptible():
+            with state.counting("reference", "reference", len(examples), unit_of(examples)) as count:
                 line = references.fill(state.parts, examples, count)
             state.report.console.note(line)

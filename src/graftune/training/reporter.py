@@ -197,18 +197,6 @@ class Reporter:
         figures += [f"{scores.failed} of {scores.records} metric calls failed"] if scores and scores.failed else []
         self.console.note(f"validation at step {step}: {', '.join(figures)} ({result.response_tokens} response tokens)")
 
-    @contextmanager
-    def counted(self, label: str, total: int, unit: str, also: Callable[[], None]) -> Iterator[Callable[[int], None]]:
-        """Shows the progress of other work than steps. Yields a callback for its count that calls `also` first (which
-        looks for signals)."""
-        with self.console.progress(total, label=label, unit=unit) as bar:
-
-            def between(done: int) -> None:
-                also()
-                bar.update(done)
-
-            yield between
-
     def silence(self) -> None:
         """The terminal is gone: from here on only the log is written."""
         self.console, self.bar = Console(quiet=True), WorkProgress(self.total)

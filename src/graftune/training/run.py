@@ -227,12 +227,11 @@ class Run(ABC):
         without all of them: then every rank does the same, and what the others write goes nowhere."""
         state, parts = self.state, self.parts
         ranks, p, console = state.ranks, state.progress, state.report.console
-        together = parts.placement.ranks > 0
-        if not ranks.leads and not together:
+        if not ranks.leads and not state.together:
             return {}
         if ranks.leads:
             self.checkpoints.take_best(state)
-        if together:
+        if state.together:
             ranks.spread(parts, p)
         if p.step and not p.updates:
             why = "every update was skipped, because no gradient was finite"

@@ -104,7 +104,7 @@ class Samples(Hook):
 
     def run(self, state: RunState) -> None:
         self.asked_at = state.progress.step
-        if state.ranks.leads or _together(state):
+        if state.ranks.leads or state.together:
             with state.ranks.busy("answering sample prompts"):
                 self._ask_both(state, self.questions.shown)
 
@@ -118,7 +118,7 @@ class Samples(Hook):
         """The tuned model's answers to the first `count` questions. Before them the base answers all questions, if it
         has not yet and still can."""
         missing = not self.base_answers and state.config.train.method == "lora"
-        if state.ranks.from_lead(lambda: missing) if _together(state) else missing:
+        if state.ranks.from_lead(lambda: missing) if state.together else missing:
             self._ask_base(state)
         tuned = self._ask(state, "the tuned model", count, adapted=True)
         more = {} if self.base_answers else self.questions.texts
@@ -135,13 +135,7 @@ class Samples(Hook):
 
     def _ask(self, state: RunState, whom: str, count: int, *, adapted: bool) -> list[str]:
         label = f"asking {whom} about unseen prompts"
-        check = state.check_stop_alone if _together(state) else state.check_stop
-        counted = state.report.counted(label, count, "answers", check)
-        with state.pausing_steps("samples"), counted as between, state.stop.interruptible():
+        check = state.check_stop_alone if state.together else state.check_stop
+        with state.counting("samples", label, count, "answers", check) as between:
             answers = self.questions.answers(state.parts, count, adapted=adapted, between=between)
         return [answer.text for answer in answers]
-
-
-def _together(state: RunState) -> bool:
-    """Whether every forward pass needs all ranks."""
-    return state.parts.placement.ranks > 0
