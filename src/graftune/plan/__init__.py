@@ -13,7 +13,6 @@ cards.py           GPUs by name, and whether fetched weights arrive in time
 from __future__ import annotations
 
 from graftune.plan.cards import Card
-from graftune.plan.cards import Model as CardModel
 from graftune.plan.choose import best, furthest, largest, nearest, policies_of, refusal, resolve_auto
 from graftune.plan.job import Job, Plan, any_data, card_here, is_absent, round_data, runtime_for
 from graftune.plan.rehearse import Bytes, Setup, rehearse
@@ -21,7 +20,6 @@ from graftune.plan.rehearse import Bytes, Setup, rehearse
 __all__ = [
     "Bytes",
     "Card",
-    "CardModel",
     "Job",
     "Plan",
     "Setup",

@@ -12,10 +12,8 @@ overrides the table.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -45,71 +43,71 @@ class Card:
     link: float = 0.0  # bytes/s from host memory
     peers: float = 0.0  # bytes/s from other cards
 
-    def with_rates(self, model: Model) -> Card:
-        """The same card with the published rates of this model."""
-        peers = model.peers or model.link
-        return dataclasses.replace(self, rate=model.tflops * 1e12, link=model.link * 1e9, peers=peers * 1e9)
-
     @property
     def device(self) -> Device:
         return Device("cuda", self.name, self.capability, self.processors, self.cache, self.here)
 
 
-class Model(NamedTuple):
-    name: str
-    gib: float
-    capability: tuple[int, int]
-    processors: int
-    cache_mib: int
-    tflops: float  # bf16 (fp16 before Ampere) with sums in fp32, dense
-    link: float  # GB/s from pinned host memory: about four fifths of PCIe's rate
-    peers: float = 0.0  # GB/s from other cards of the machine, over NVLink; 0: over the same link
+def _card(
+    name: str,
+    gib: float,
+    capability: tuple[int, int],
+    processors: int,
+    cache_mib: int,
+    tflops: float,
+    link: float,
+    peers: float = 0.0,
+) -> Card:
+    """`tflops`: bf16 (fp16 before Ampere) with sums in fp32, dense. `link`: GB/s from pinned host memory, about four
+    fifths of PCIe's rate. `peers`: GB/s from other cards of the machine, over NVLink; 0: over the same link."""
+    memory, rates = int(gib * 1024 * MIB), (tflops * 1e12, link * 1e9, (peers or link) * 1e9)
+    return Card(name, memory, memory, capability, processors, cache_mib * MIB, False, *rates)
 
 
 MODELS = {
-    "t4": Model("T4", 14.5, (7, 5), 40, 4, 65, 12),
-    "2080ti": Model("RTX 2080 Ti", 10.7, (7, 5), 68, 5, 54, 12),
-    "v100-16": Model("V100 16GB", 15.7, (7, 0), 80, 6, 112, 12, 120),
-    "v100": Model("V100 32GB", 31.7, (7, 0), 80, 6, 112, 12, 120),
-    "a100-40": Model("A100 40GB", 39.3, (8, 0), 108, 40, 312, 25, 250),
-    "a100": Model("A100 80GB", 79.1, (8, 0), 108, 40, 312, 25, 250),
-    "a10": Model("A10", 22.0, (8, 6), 72, 6, 125, 25),
-    "a10g": Model("A10G", 22.0, (8, 6), 80, 6, 70, 25),
-    "a40": Model("A40", 44.3, (8, 6), 84, 6, 150, 25),
-    "a6000": Model("RTX A6000", 47.4, (8, 6), 84, 6, 155, 25),
-    "3060": Model("RTX 3060 12GB", 11.6, (8, 6), 28, 3, 25, 25),
-    "3080": Model("RTX 3080 10GB", 9.6, (8, 6), 68, 5, 60, 25),
-    "3090": Model("RTX 3090", 23.5, (8, 6), 82, 6, 71, 25),
-    "4060ti": Model("RTX 4060 Ti 16GB", 15.5, (8, 9), 34, 32, 44, 12),
-    "4070": Model("RTX 4070", 11.6, (8, 9), 46, 36, 58, 25),
-    "4080": Model("RTX 4080", 15.6, (8, 9), 76, 64, 97, 25),
-    "4090": Model("RTX 4090", 23.5, (8, 9), 128, 72, 165, 25),
-    "l4": Model("L4", 22.0, (8, 9), 58, 48, 121, 25),
-    "l40": Model("L40", 44.3, (8, 9), 142, 96, 181, 25),
-    "l40s": Model("L40S", 44.3, (8, 9), 142, 96, 362, 25),
-    "6000ada": Model("RTX 6000 Ada", 47.4, (8, 9), 142, 96, 364, 25),
-    "h100": Model("H100 80GB", 79.1, (9, 0), 132, 50, 989, 50, 350),
-    "h200": Model("H200", 139.8, (9, 0), 132, 60, 989, 50, 350),
-    "gh200": Model("GH200 96GB", 94.5, (9, 0), 132, 50, 989, 350, 350),
-    "b200": Model("B200", 178.3, (10, 0), 148, 126, 2250, 50, 700),
-    "5070ti": Model("RTX 5070 Ti", 15.5, (12, 0), 70, 48, 88, 50),
-    "5080": Model("RTX 5080", 15.5, (12, 0), 84, 64, 113, 50),
-    "5090": Model("RTX 5090", 31.3, (12, 0), 170, 96, 210, 50),
-    "pro6000": Model("RTX PRO 6000", 94.9, (12, 0), 188, 128, 503, 50),
+    "t4": _card("T4", 14.5, (7, 5), 40, 4, 65, 12),
+    "2080ti": _card("RTX 2080 Ti", 10.7, (7, 5), 68, 5, 54, 12),
+    "v100-16": _card("V100 16GB", 15.7, (7, 0), 80, 6, 112, 12, 120),
+    "v100": _card("V100 32GB", 31.7, (7, 0), 80, 6, 112, 12, 120),
+    "a100-40": _card("A100 40GB", 39.3, (8, 0), 108, 40, 312, 25, 250),
+    "a100": _card("A100 80GB", 79.1, (8, 0), 108, 40, 312, 25, 250),
+    "a10": _card("A10", 22.0, (8, 6), 72, 6, 125, 25),
+    "a10g": _card("A10G", 22.0, (8, 6), 80, 6, 70, 25),
+    "a40": _card("A40", 44.3, (8, 6), 84, 6, 150, 25),
+    "a6000": _card("RTX A6000", 47.4, (8, 6), 84, 6, 155, 25),
+    "3060": _card("RTX 3060 12GB", 11.6, (8, 6), 28, 3, 25, 25),
+    "3080": _card("RTX 3080 10GB", 9.6, (8, 6), 68, 5, 60, 25),
+    "3090": _card("RTX 3090", 23.5, (8, 6), 82, 6, 71, 25),
+    "4060ti": _card("RTX 4060 Ti 16GB", 15.5, (8, 9), 34, 32, 44, 12),
+    "4070": _card("RTX 4070", 11.6, (8, 9), 46, 36, 58, 25),
+    "4080": _card("RTX 4080", 15.6, (8, 9), 76, 64, 97, 25),
+    "4090": _card("RTX 4090", 23.5, (8, 9), 128, 72, 165, 25),
+    "l4": _card("L4", 22.0, (8, 9), 58, 48, 121, 25),
+    "l40": _card("L40", 44.3, (8, 9), 142, 96, 181, 25),
+    "l40s": _card("L40S", 44.3, (8, 9), 142, 96, 362, 25),
+    "6000ada": _card("RTX 6000 Ada", 47.4, (8, 9), 142, 96, 364, 25),
+    "h100": _card("H100 80GB", 79.1, (9, 0), 132, 50, 989, 50, 350),
+    "h200": _card("H200", 139.8, (9, 0), 132, 60, 989, 50, 350),
+    "gh200": _card("GH200 96GB", 94.5, (9, 0), 132, 50, 989, 350, 350),
+    "b200": _card("B200", 178.3, (10, 0), 148, 126, 2250, 50, 700),
+    "5070ti": _card("RTX 5070 Ti", 15.5, (12, 0), 70, 48, 88, 50),
+    "5080": _card("RTX 5080", 15.5, (12, 0), 84, 64, 113, 50),
+    "5090": _card("RTX 5090", 31.3, (12, 0), 170, 96, 210, 50),
+    "pro6000": _card("RTX PRO 6000", 94.9, (12, 0), 188, 128, 503, 50),
 }
 _PLAIN = re.compile(r"nvidia|geforce|quadro|rtx|tesla|gpu|sxm\d?|pcie|hbm\w*|blackwell|workstation")
 
 
-def find(asked: str) -> Model:
-    """The model that a name means, in any spelling: `4090`, `RTX 4090`, `nvidia a100 80GB`, `A100-40`."""
+def find(asked: str) -> Card:
+    """The card that a name means, with all of its memory free. Any spelling: `4090`, `RTX 4090`, `nvidia a100 80GB`."""
     name = re.sub(r"(\d)\s*gi?b\b", r"\1", _PLAIN.sub(" ", asked.lower()))
     parts = [part for part in re.split(r"[\s_-]+", name) if part]
     for key in ("-".join(parts), "".join(parts)):
         if key in MODELS:
             return MODELS[key]
-    model = MODELS.get("".join(parts[:-1]))
-    if model is not None and parts[-1].isdigit() and abs(model.gib / int(parts[-1]) - 1) < 0.12:
-        return model  # the name ends with the model's memory size
+    card = MODELS.get("".join(parts[:-1]))
+    if card is not None and parts[-1].isdigit() and abs(card.total / (int(parts[-1]) << 30) - 1) < 0.12:
+        return card  # the name ends with the card's memory size
     raise GraftuneError(
         f"--gpu is {asked!r}, which is not known here",
         fix=f"give one of {', '.join(MODELS)}, or set device to cuda and give its memory, as in --memory 24GiB",

@@ -307,23 +307,23 @@ def is_absent(config: Config) -> bool:
     return config.base.device.startswith("cuda") and not torch.cuda.is_available()
 
 
-def runtime_for(config: Config, memory: int, model: cards.Model | None = None) -> tuple[Runtime, Card | None]:
-    """The runtime and the card of a run. A plan for a GPU of another machine needs its name or its memory."""
+def runtime_for(config: Config, memory: int, named: Card | None = None) -> tuple[Runtime, Card | None]:
+    """The runtime and the card of a run. A plan for a GPU of another machine needs its card (`cards.find`) or its
+    memory."""
     asked = config.base.device
-    if model is None and not (memory and is_absent(config)):
+    if named is None and not (memory and is_absent(config)):
         runtime = resolve(
             asked, config.base.compute_dtype, threads=config.base.threads, deterministic=config.train.deterministic
         )
         return runtime, card_here(runtime.device, memory) if runtime.device.type == "cuda" else None
-    best = torch.bfloat16 if model is None or model.capability >= (8, 0) else torch.float16
+    best = torch.bfloat16 if named is None or named.capability >= (8, 0) else torch.float16
     dtype = DTYPES.get(config.base.compute_dtype, best)
     runtime = Runtime(torch.device("cuda", 0), dtype, "planned for", config.train.deterministic)
-    if model is None:
+    if named is None:
         name = f"a GPU of {human_bytes(memory)} (not here; its kernels are assumed to be an H100's: name it with --gpu)"
         return runtime, Card(name, max(0, memory - CONTEXT_BYTES), memory)
-    total = memory or int(model.gib * 1024 * MIB)
-    about = model.capability, model.processors, model.cache_mib * MIB
-    return runtime, Card(f"{model.name} (not here)", max(0, total - CONTEXT_BYTES), total, *about).with_rates(model)
+    total = memory or named.total
+    return runtime, replace(named, name=f"{named.name} (not here)", free=max(0, total - CONTEXT_BYTES), total=total)
 
 
 def card_here(device: torch.device, memory: int = 0) -> Card:
@@ -336,9 +336,10 @@ def card_here(device: torch.device, memory: int = 0) -> Card:
     capability = (about.major, about.minor)
     found = Card(about.name, free, total, capability, about.multi_processor_count, about.L2_cache_size, here=True)
     try:
-        return found.with_rates(cards.find(about.name))
+        known = cards.find(about.name)
     except GraftuneError:  # the table does not have this card, so its rates are unknown
         return found
+    return replace(found, rate=known.rate, link=known.link, peers=known.peers)
 
 
 def any_data(longest: int) -> Callable[[int], Capacities]:

@@ -1,6 +1,6 @@
 """The memory that libraries allocate internally, which a rehearsal of our code cannot see: formulas, compared with
-measurements on a GPU (benchmarks/plan.py). `TAKEN` is indexed by the name of a call in our code; `OnGpu` and `OnCpu`
-are called before each of torch's operations."""
+measurements on a GPU (benchmarks/plan.py). `TAKEN` is indexed by the name of a call in our code; `OnGpu.before` and
+`copied_weight` (on a CPU) are called before each of torch's operations."""
 
 from __future__ import annotations
 
@@ -83,20 +83,15 @@ class OnGpu:
         return _entered(size, torch.uint8, "cuda", self.tally)
 
 
-class OnCpu:
+def copied_weight(tally: Tally, func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
     """Some CPU libraries copy a transposed weight (x W') before they multiply; returns a tensor for that copy."""
-
-    def __init__(self, tally: Tally, copies: bool):
-        self.tally, self.copies = tally, copies
-
-    def before(self, func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
-        if not self.copies or func.overloadpacket not in PRODUCTS:
-            return None
-        a, b = [value for value in args if isinstance(value, torch.Tensor)][-2:]
-        across = b.stride(0) == 1 and b.stride(-1) > 1
-        if b.dim() != 2 or not across or len(a) < ENOUGH_ROWS:
-            return None
-        return _entered(b.numel(), b.dtype, "cpu", self.tally)
+    if func.overloadpacket not in PRODUCTS:
+        return None
+    a, b = [value for value in args if isinstance(value, torch.Tensor)][-2:]
+    across = b.stride(0) == 1 and b.stride(-1) > 1
+    if b.dim() != 2 or not across or len(a) < ENOUGH_ROWS:
+        return None
+    return _entered(b.numel(), b.dtype, "cpu", tally)
 
 
 def _entered(count: int, dtype: torch.dtype, kind: str, tally: Tally) -> torch.Tensor:

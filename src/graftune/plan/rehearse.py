@@ -13,10 +13,11 @@ in its graph's pool for good, so eager work after the capture needs other memory
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +38,7 @@ from graftune.model.frozen import Augmented, RowSource
 from graftune.model.spec import ModelSpec
 from graftune.plan.cards import Card
 from graftune.plan.counting import SCRATCH, Counting, Tally
-from graftune.plan.libraries import TAKEN, OnCpu, OnGpu
+from graftune.plan.libraries import TAKEN, OnGpu, copied_weight
 from graftune.plan.unread_sources import unread
 from graftune.runtime import Runtime
 from graftune.session.parts import Parts
@@ -149,22 +150,22 @@ class Bytes:
 def rehearse(setup: Setup, *, launched: Launched | None = None) -> Bytes:
     """Rehearse a run with this setup. `launched` is called for every Triton kernel that the run would launch."""
     tally, kind = Tally(), setup.runtime.device.type
-    if kind != "cuda":
-        mode = Counting(tally, kind, OnCpu(tally, setup.copies).before)
-        with rehearsing(CountingRehearsal(Device(kind), tally, mode)), mode:
-            found = run_phases(setup, tally)
-        return dataclasses.replace(found, without_rule=frozenset(mode.without_rule))
-    assert setup.card is not None, "a plan for CUDA needs a card"
-    try:
-        importlib.import_module("triton.runtime")
-    except ImportError:
-        raise GraftuneError(
-            "a plan for a GPU runs the code of its kernels, and the package triton is not installed",
-            fix="pip install triton, or set device to cpu",
-        ) from None
-    mode = Counting(tally, kind, OnGpu(tally).before)
-    with rehearsing(CountingRehearsal(setup.card.device, tally, mode, launched)), mode:
-        found = run_phases(dataclasses.replace(setup, runtime=dataclasses.replace(setup.runtime, device=META)), tally)
+    if kind == "cuda":
+        assert setup.card is not None, "a plan for CUDA needs a card"
+        try:
+            importlib.import_module("triton.runtime")
+        except ImportError:
+            raise GraftuneError(
+                "a plan for a GPU runs the code of its kernels, and the package triton is not installed",
+                fix="pip install triton, or set device to cpu",
+            ) from None
+        device, mode = setup.card.device, Counting(tally, kind, OnGpu(tally).before)
+        setup = dataclasses.replace(setup, runtime=dataclasses.replace(setup.runtime, device=META))
+    else:
+        before = [functools.partial(copied_weight, tally)] if setup.copies else []
+        device, mode = Device(kind), Counting(tally, kind, *before)
+    with rehearsing(CountingRehearsal(device, tally, mode, launched)), mode:
+        found = run_phases(setup, tally)
     return dataclasses.replace(found, without_rule=frozenset(mode.without_rule))
 
 
@@ -189,25 +190,17 @@ class CountingRehearsal(Rehearsal):
         self.tally.give(owner, *tensors)
 
 
-@contextmanager
-def _reading_all() -> Iterator[None]:
-    """Inside, every row of a weight is read, because a quantiser counts them."""
-    now = rehearsal.current()
-    assert now is not None
-    now.reads_all = True
-    try:
-        yield
-    finally:
-        now.reads_all = False
-
-
 def run_phases(setup: Setup, tally: Tally) -> Bytes:
     """Run the phases of a training run while the tally counts their allocations."""
     device, on_gpu = setup.runtime.device, launch.on_gpu(setup.runtime.device)
     memory = tally.of("cuda" if on_gpu else device.type)
     stream = graph.stream("capture", device) if on_gpu else None  # runs the first step and captures it
-    with memory.phase("load"), _reading_all():
+    now = rehearsal.current()
+    assert now is not None
+    now.reads_all = True  # a quantiser counts the rows of a weight
+    with memory.phase("load"):
         parts = _load(setup, tally)
+    now.reads_all = False
     step = parts.step
     step.longest = setup.shape.longest
     batch = _batch(setup.shape, device, setup.layout.fields)

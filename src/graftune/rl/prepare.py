@@ -22,7 +22,7 @@ from graftune.losses import LOSSES, choose
 from graftune.losses.policy import PolicyLoss
 from graftune.observe.console import Console
 from graftune.observe.memory import forget_earlier_runs, free_bytes, resident_bytes
-from graftune.plan import CardModel, Job, card_here
+from graftune.plan import Card, Job, card_here
 from graftune.rl.rewards import GIVEN, Rewards
 from graftune.runtime import set_up
 from graftune.session import Session, open_session, reader_of, text
@@ -126,7 +126,7 @@ def round_of(config: Config, prompts: Sequence[int], positions: int) -> tuple[Re
     return tuple(Request(n, min(n + settings.answer_tokens, positions), settings.group) for n in longest)
 
 
-def job_of(config: Config, console: Console, memory: int = 0, model: CardModel | None = None) -> Job:
+def job_of(config: Config, console: Console, memory: int = 0, model: Card | None = None) -> Job:
     """A run that is only planned: with the prompts of its data, or without data with the longest that settings allow.
     The reward functions are not called."""
     chosen = config.data.max_seq_len
