@@ -92,7 +92,7 @@ class Ledger:
         """The live reservations, under the lock. Changes to the list are written at the end."""
         try:
             self._make_folder()
-            with self._lock():
+            with _locked(self.path.with_suffix(".lock")):
                 found = self._live(repair=True)
                 before = list(found)
                 yield found
@@ -139,16 +139,6 @@ class Ledger:
         except FileExistsError:
             return
         self.folder.chmod(0o777)  # not sticky: every user replaces the file
-
-    @contextmanager
-    def _lock(self) -> Iterator[None]:
-        handle = _locked_file(self.path.with_suffix(".lock"))
-        try:
-            os.utime(handle)  # programs that clean /tmp remove files that look unused
-            yield
-        finally:
-            fcntl.flock(handle, fcntl.LOCK_UN)  # a child forked meanwhile has the file open, too
-            os.close(handle)
 
 
 class Claim:
@@ -263,8 +253,9 @@ def _ticket(reservations: list[Reservation], group: str) -> int:
     return min((one.ticket for one in reservations if one.group == group), default=time.monotonic_ns())
 
 
-def _locked_file(path: Path) -> int:
-    """The handle of the file at `path`, locked."""
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of the file at `path`."""
     limit, new = time.monotonic() + LOCK_TIMEOUT, not path.exists()
     handle = open_own(path)
     try:
@@ -273,15 +264,17 @@ def _locked_file(path: Path) -> int:
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return handle
+                break
             except BlockingIOError:
                 if time.monotonic() > limit:  # the other process was stopped at the wrong moment
                     text = f"another process has kept it locked for {LOCK_TIMEOUT:g} s"
                     raise OSError(errno.ETIMEDOUT, text) from None
                 time.sleep(0.005)
-    except BaseException:
+        os.utime(handle)  # programs that clean /tmp remove files that look unused
+        yield
+    finally:
+        fcntl.flock(handle, fcntl.LOCK_UN)  # a child forked meanwhile has the file open, too
         os.close(handle)
-        raise
 
 
 def _boot_id() -> str:
