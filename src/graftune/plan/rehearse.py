@@ -261,7 +261,7 @@ def _load(setup: Setup, tally: Tally) -> Parts:
         graph=setup.graph,
     )
     choice = attention.Choice(setup.backend, "rehearsed", setup.others)
-    parts = Parts.wired(config, base, runtime, setup.placement, setup.lora, choice, setup.loss, storage=_storage(setup))
+    parts = Parts(config, base, runtime, setup.placement, setup.lora, choice, setup.loss, storage=_storage(setup))
     weights = [projection.frozen for block in parts.decoder.blocks for projection in block.projections]
     tally.give(SCRATCH, *(held for weight in weights if isinstance(weight, Augmented) for held in weight.shared))
     if isinstance(parts.decoder.bundles, Bundles):

@@ -79,6 +79,7 @@ class Batch:
         return set(reads.fields) <= set(has.fields) and replace(reads, fields=has.fields) == has
 
 
+@dataclass(eq=False, repr=False)
 class StepStats:
     """The figures of one optimizer step. They are fetched when they are read: `loss`, `grad_norm`, `skipped` and
     `figures` wait for the device to reach the end of that step, and a loop that reads them a step late does not wait
@@ -89,17 +90,13 @@ class StepStats:
     tokens: int  # padding left out
     response_tokens: int  # those that are trained
     tok_s: float  # tokens per second, over the last steps
-
-    def __init__(
-        self, fetch: Callable[[StepStats], None], step: int, lr: float, tokens: int, response_tokens: int, tok_s: float
-    ):
-        self.step, self.lr, self.tokens, self.response_tokens, self.tok_s = step, lr, tokens, response_tokens, tok_s
-        self._fetch, self._figures = fetch, list[Figures]()
+    _fetch: Callable[[StepStats], None]  # waits until the device has the figures
+    _figures: Figures | None = None
 
     @property
     def ready(self) -> bool:
         """Whether reading the figures waits for nothing."""
-        return bool(self._figures)
+        return self._figures is not None
 
     @property
     def loss(self) -> float:
@@ -121,14 +118,12 @@ class StepStats:
         """The loss's own figures, by name."""
         return self.fetched().more
 
-    def _fill(self, figures: Figures) -> None:
-        self._figures.append(figures)
-
     def fetched(self) -> Figures:
         """All of them, as the pipeline reports them."""
-        if not self._figures:
+        if self._figures is None:
             self._fetch(self)
-        return self._figures[0]
+        assert self._figures is not None
+        return self._figures
 
     def __repr__(self) -> str:
         return (

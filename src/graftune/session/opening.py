@@ -78,7 +78,7 @@ def open_session(
         base_dtype=placement.base_dtype,
         alpha=lora.alpha if method == "lora" else config.lora.alpha,
     )
-    parts = Parts.wired(
+    parts = Parts(
         resolved,
         base,
         runtime,

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -24,7 +24,7 @@ from graftune.infer.cache import CacheShape, CacheSize, cache_capacity
 from graftune.infer.generate import Sampler, requests_of, sampler_for
 from graftune.kernels import attention, launch, rehearsal
 from graftune.kernels.attention import Choice
-from graftune.losses import CrossEntropy, Loss, choose
+from graftune.losses import Loss, choose
 from graftune.model.arena import Arena, Start
 from graftune.model.bundles import BundleStorage
 from graftune.model.decoder import Decoder
@@ -119,13 +119,14 @@ class Parts:
     runtime: Runtime  # device and dtype
     placement: Placement
     lora: LoraConfig  # from the adapter, if one was loaded
-    arena: Arena
-    decoder: Decoder
     attention: Choice
-    loss: Loss = field(default_factory=CrossEntropy)  # the training loss
+    loss: Loss  # the training loss
     world: World | None = None  # the ranks of the run, where there are several
     whole: dict[str, Any] | None = None  # the configuration to save the model with, if all of it is trained
-    start: Start | None = None  # snapshot of the weights at the start of the run, where the loss compares with it
+    storage: InitVar[BundleStorage | None] = None  # of fetched frozen weights (model/bundles.py)
+    arena: Arena = field(init=False)
+    decoder: Decoder = field(init=False)
+    start: Start | None = field(init=False)  # snapshot of the weights at the start, where the loss compares with it
     read_start: Callable[[], torch.Tensor] | None = None  # the same of a finished run, read when it is needed
     say: Callable[[str], None] = lambda note: None  # reports a note to the user
     closed: bool = field(default=False, init=False)
@@ -135,33 +136,18 @@ class Parts:
     keeps_to_plan: bool = field(default=False, init=False)  # a run's: no more memory than its plan has counted
     _sampler: Sampler | None = field(default=None, init=False)
 
-    @classmethod
-    def wired(
-        cls,
-        config: Config,
-        base: Base,
-        runtime: Runtime,
-        placement: Placement,
-        lora: LoraConfig,
-        choice: Choice,
-        loss: Loss,
-        world: World | None = None,
-        whole: dict[str, Any] | None = None,
-        storage: BundleStorage | None = None,
-    ) -> Self:
-        """Lay out the trainable weights and load the base around them; its frozen weights go to `storage`, if there is
-        one (model/bundles.py). The trainable weights have no values yet. The plan rehearses this very function and
-        records the owner of all memory."""
+    def __post_init__(self, storage: BundleStorage | None) -> None:
+        """Lay out the trainable weights and load the base around them. The trainable weights have no values yet. The
+        plan rehearses this very function and records the owner of all memory."""
+        spec, runtime, full = self.base.spec, self.runtime, self.config.train.method != "lora"
         with rehearsal.owned("adapters"):
-            full = config.train.method != "lora"
-            arena = build_arena(base.spec, lora, runtime.device, runtime.compute, full=full)
-            start = Start(arena) if loss.reference == "start" else None
-        rehearsal.give("gradients", arena.grads)
-        rehearsal.give("moments", arena.m, arena.v)
+            self.arena = build_arena(spec, self.lora, runtime.device, runtime.compute, full=full)
+            self.start = Start(self.arena) if self.loss.reference == "start" else None
+        rehearsal.give("gradients", self.arena.grads)
+        rehearsal.give("moments", self.arena.m, self.arena.v)
         with rehearsal.owned("base"):
-            decoder = build_decoder(base, arena, lora, runtime, placement, storage)
-        choose_for_other_heads(decoder, runtime)
-        return cls(config, base, runtime, placement, lora, arena, decoder, choice, loss, world, whole, start)
+            self.decoder = build_decoder(self.base, self.arena, self.lora, runtime, self.placement, storage)
+        choose_for_other_heads(self.decoder, runtime)
 
     @property
     def tokenizer(self) -> Tokenizer:

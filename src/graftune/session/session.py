@@ -232,7 +232,7 @@ class Session:
         values = hyperparameters(self.config.optim, **arguments.hyperparameters(given))
         step = self.steps + 1
         speed = self._meter.update(step, self._tokens)
-        stats = StepStats(self._fetch, step, values["lr"], self._tokens, self._responses, speed)
+        stats = StepStats(step, values["lr"], self._tokens, self._responses, speed, self._fetch)
         self.parts.pipeline.update(values | {"divisor": self._divisor or 1.0}, stats)
         self.steps, self._position = step, self._reached
         self._forget_sums()
@@ -288,7 +288,7 @@ class Session:
         """Put the figures of finished steps into their StepStats; `wait`: of all steps."""
         if "pipeline" in vars(self.parts):
             for done in self.parts.pipeline.finished(wait):
-                done.tag._fill(done)
+                done.tag._figures = done
 
     def _forget_sums(self) -> None:
         self._tokens = self._responses = self._micro = 0
@@ -297,7 +297,7 @@ class Session:
     def _fetch(self, stats: StepStats) -> None:
         while not stats.ready:
             done = self.parts.pipeline.next()
-            done.tag._fill(done)
+            done.tag._figures = done
 
     def _next_micro_batch_id(self) -> int:
         self._micro += 1
