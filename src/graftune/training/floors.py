@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,37 +17,23 @@ from graftune.io import user_cache
 from graftune.model.feed_forward.routing import LayerRouting
 from graftune.observe.console import Console
 from graftune.session import Parts
-
-if TYPE_CHECKING:
-    from graftune.step.floor import Work
+from graftune.step import floor
 
 KIND, MOST = "floors", 200
 
 
-def lacks(parts: Parts) -> str:
-    """Why there is no floor for these steps; empty: there is one."""
-    if parts.runtime.device.type != "cuda":
-        return "the floor is measured on CUDA devices"
-    return _reason(parts)[1]
-
-
-def lacks_briefly(parts: Parts) -> str:
-    """The same in a few words, for the progress line of a run on CUDA."""
-    return f"none ({_reason(parts)[0]})" if lacks(parts) else ""
-
-
-def _reason(parts: Parts) -> tuple[str, str]:
-    """In a word, and in a sentence."""
-    from graftune.step.floor import DELTA_CARD
-
+def lacks(parts: Parts) -> tuple[str, str] | None:
+    """Why there is no floor for these steps, in a word and in a sentence; None: there is one."""
     spec, recompute = parts.base.spec, parts.config.train.recompute
+    if parts.runtime.device.type != "cuda":
+        return parts.runtime.device.type, "the floor is measured on CUDA devices"
     if spec.experts and (parts.config.train.method != "lora" or parts.runtime.compute != torch.bfloat16):
         return "experts", "there is a floor for a mixture of experts only with adapters and in bf16"
-    if spec.recurrent and not re.search(DELTA_CARD, torch.cuda.get_device_name(parts.runtime.device)):
+    if spec.recurrent and not re.search(floor.DELTA_CARD, torch.cuda.get_device_name(parts.runtime.device)):
         return "delta nets", "there is no floor for delta nets on this card: the delta rule's is known for an H200 only"
     if recompute != "none":
         return "recompute", f"there is no floor for recompute {recompute}: what is made again is not in it"
-    return "", ""
+    return None
 
 
 def key_of(parts: Parts, shape: Capacities, forwards: int) -> str:
@@ -75,10 +61,8 @@ def _stored(key: str) -> float | None:
 
 def work_of(
     parts: Parts, shape: Capacities, lengths: tuple[int, ...], forwards: int, routing: Sequence[LayerRouting] = ()
-) -> Work:
+) -> floor.Work:
     """`lengths`: of the documents of one micro-batch, which add up to its tokens. `routing`: of a step."""
-    from graftune.step import floor
-
     spec = parts.base.spec
     return floor.Work(
         floor.layers_of(spec, routing),
@@ -95,10 +79,8 @@ def work_of(
     )
 
 
-def measured(key: str, work: Work, device: torch.device, console: Console) -> float | None:
+def measured(key: str, work: floor.Work, device: torch.device, console: Console) -> float | None:
     """Measured now, on a card that holds nothing else of ours, and kept. None where it does not fit."""
-    from graftune.step import floor
-
     if (found := _stored(key)) is not None:
         console.note("floor: as it was measured earlier for this card, model and shape")
         return found

@@ -312,12 +312,14 @@ def _report_data(console: Console, whole: Dataset, training: Dataset, validation
 
 def report_refused(console: Console, summary: Summary, prefix: str = "") -> None:
     """Report how many rows were left out or shortened for each reason."""
-    for reason, count in summary.refused.items():
-        console.warn(f"{prefix}{counted(count, 'row')} left out: {reason}")
-    for reason, count in summary.dropped.items():
-        console.warn(f"{prefix}{counted(count, 'example')} left out: {reason}")
-    for reason, count in summary.truncated.items():
-        console.warn(f"{prefix}{counted(count, 'example')} shortened: {reason}")
+    kinds = (
+        (summary.refused, "row", "left out"),
+        (summary.dropped, "example", "left out"),
+        (summary.truncated, "example", "shortened"),
+    )
+    for counts, what, done in kinds:
+        for reason, count in counts.items():
+            console.warn(f"{prefix}{counted(count, what)} {done}: {reason}")
     for warning in summary.warnings():
         console.warn(f"{prefix}{warning}")
     for text in summary.says():
@@ -352,11 +354,27 @@ def training_job(
     if training is not None:
         epochs, tokens = math.ceil(config.train.epochs), distinct_tokens(training, validation)
         shapes = functools.cache(lambda size: loader_of(config, training, size, layout=layout).capacities(epochs))
-    job = Job(config, base, runtime, longest, shapes, card, memory, tokens=tokens, ranks=ranks, sampled=sampled, **more)
-    job.loss, job.layout, job.training, job.validation = loss, layout, training, validation
+    ahead = 0
     if layout.ahead is not None:
-        job.longest_ahead = 2 * longest if training is None else layout.ahead.longest(training)
-    return job
+        ahead = 2 * longest if training is None else layout.ahead.longest(training)
+    return Job(
+        config,
+        base,
+        runtime,
+        longest,
+        shapes,
+        card,
+        memory,
+        sampled=sampled,
+        tokens=tokens,
+        loss=loss,
+        layout=layout,
+        longest_ahead=ahead,
+        ranks=ranks,
+        training=training,
+        validation=validation,
+        **more,
+    )
 
 
 def plan_session(

@@ -52,9 +52,9 @@ def _profile(prepared: Prepared, console: Console, steps: int) -> Profile:
     found.facts["shape"] |= {"micro_batches": send.micro_batches / send.sent, "tokens": send.tokens / send.sent}
     with console.working("timing an evaluation and a checkpoint"):
         found.beside = _beside(prepared)
-    why = floors.lacks(parts)
-    if why or send.shape is None:
-        found.facts["floor_note"] = why
+    lacking = floors.lacks(parts)
+    if lacking or send.shape is None:
+        found.facts["floor_note"] = lacking[1] if lacking else ""
         return found
     forwards = parts.loss.forwards(send.loader.layout)
     key = floors.key_of(parts, send.shape, forwards)

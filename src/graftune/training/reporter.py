@@ -60,9 +60,9 @@ def live_speed(parts: Parts, examples: Sequence[Example], shape: Capacities | No
     flops = StepFlops.of(parts.base.spec, lengths_of(examples), full=full, forwards=forwards)
     if parts.runtime.device.type != "cuda":
         return LiveSpeed(flops)
-    known, loop = floors.known(parts, shape, forwards), parts.pipeline
-    without = f"floor: {floors.lacks_briefly(parts) or 'not measured (graftune profile RUN)'}"
-    return LiveSpeed(flops, known, "" if known else without, lambda: loop.waited)
+    known, lacking, loop = floors.known(parts, shape, forwards), floors.lacks(parts), parts.pipeline
+    without = f"none ({lacking[0]})" if lacking else "not measured (graftune profile RUN)"
+    return LiveSpeed(flops, known, "" if known else f"floor: {without}", lambda: loop.waited)
 
 
 class Reporter:
