@@ -64,7 +64,7 @@ class Captured:
     def _replay_timed(self, timeline: spans.Timeline) -> None:
         timeline.end()
         if timeline.turn not in self.timed:
-            graph, inner = torch.cuda.CUDAGraph(), timeline.nested()
+            graph, inner = torch.cuda.CUDAGraph(), spans.Timeline(timeline.clock, timeline.turn)
 
             def work() -> None:
                 self.work()
