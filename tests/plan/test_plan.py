@@ -68,8 +68,12 @@ def setup(device: str = "cpu", kind: str = "fp32", compute: torch.dtype = torch.
     base = random_base(more.pop("spec", spec()), where)
     placed = Placement(kind, "for the test", embedding_on_host=more.pop("embedding_on_host", False))
     placed = placed.placed_at(more.pop("on_host", False), more.pop("ranks", 0))
+    longest, new = base.spec.max_positions, more.pop("new_tokens", 0)
+    more["asked"] = tuple(Request(n, min(n + new, longest)) for n in more.pop("asked", ()))
+    chosen = {name: more.pop(name) for name in ("method", "clip_mode") if name in more}
+    config = Config().replace(recompute=more.pop("recompute", "none"), **chosen)
     values = {"backend": "cudnn" if where.type == "cuda" else "cpu", "card": CARD} | more
-    return Setup(base, lora, Runtime(where, compute, "for the test"), placed, shape, **values)
+    return Setup(base, lora, Runtime(where, compute, "for the test"), placed, shape, config, **values)
 
 
 def gpu(**more: Any) -> Setup:
@@ -128,7 +132,7 @@ def test_without_memory_is_with_memory_to_the_byte(name: str) -> None:
     foretold, real = rehearse(CASES[name]), rehearse_real(CASES[name])
     assert foretold.phases == real.phases and foretold.after == real.after
     assert {"adapters", "gradients", "moments"} <= foretold.phases["step"].keys()
-    assert "saved activations" in foretold.phases["step"] or CASES[name].method == "full"
+    assert "saved activations" in foretold.phases["step"] or CASES[name].config.train.method == "full"
 
 
 @pytest.mark.few(1)

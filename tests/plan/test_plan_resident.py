@@ -92,6 +92,7 @@ from graftune.runtime import Runtime
 from graftune.plan import Setup, libraries, rehearse
 from graftune.plan.job import HEAP_SHARE
 from tests.support.real_rehearsal import rehearse_real
+from graftune.settings.config import Config
 from graftune.weights.placement import Placement
 from benchmarks.synthetic import random_base
 
@@ -101,7 +102,7 @@ def spec(**more):
     return specs.made(norm_eps=1e-5, rope_theta=1e4, max_positions=1024, tied=False, **values | more)
 copies = libraries.copies_operand(torch.float32)
 setup = Setup(random_base(spec(), cpu), LoraConfig(), Runtime(cpu, torch.float32, ""), Placement("fp32", ""),
-              Capacities(1024, 1, 1024, 1024), copies=copies)
+              Capacities(1024, 1, 1024, 1024), Config().replace(recompute="none"), copies=copies)
 # The first step reads in the code of torch's products, which is the process's and no plan's.
 rehearse_real(replace(setup, base=random_base(spec(layers=1, width=64, ffn=64, vocab=256), cpu)))
 found = rehearse(setup)

@@ -24,13 +24,12 @@ from typing import Any, NamedTuple
 import torch
 
 from graftune.arithmetic import ceil_div
-from graftune.plan.shapes import RULES
+from graftune.plan.shapes import META, RULES
 from graftune.private import find, makes_new, storage_id, writes_to
 
 _TorchDispatchMode: Any = find("torch.utils._python_dispatch.TorchDispatchMode")
 _READ_VALUE = find("torch.ops.aten._local_scalar_dense.default")
 _TO_COPY = find("torch.ops.aten._to_copy.default")
-META = torch.device("meta")
 TABLES = {torch.ops.aten.arange, torch.ops.aten.linspace}
 # Operations that make a new tensor whose shape torch computes without its compiler's references.
 WITHOUT_REFERENCES = {torch.ops.aten.empty, find("torch.ops.aten._to_copy")}

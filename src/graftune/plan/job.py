@@ -7,7 +7,6 @@ be predicted: code that CUDA loads during the run, rounding and fragmentation of
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -200,7 +199,7 @@ class Job:
             "tokens_per_micro_batch": max(capacity, self.longest),
             "response_rows": setup.shape.max_rows,
             "longest": setup.shape.longest,
-            "graph": setup.graph,
+            "graph": setup.config.train.graph,
             "ranks": self.ranks,
         }
         if self.sampled:
@@ -214,25 +213,28 @@ class Job:
 
     def setup(self, recompute: str, capacity: int, placement: Placement) -> Setup:
         config, kind, shape = self.config, self.runtime.device.type, self.shapes(capacity)
+        most = self.base.spec.max_positions
         return Setup(
             base=self.base,
             lora=config.lora,
             runtime=self.runtime,
             placement=placement,
             shape=shape,
-            recompute=recompute,
-            method=config.train.method,
+            config=Config().replace(
+                recompute=recompute,
+                method=config.train.method,
+                clip_mode=config.optim.clip_mode,
+                deterministic=self.runtime.deterministic,
+                graph=kind == "cuda" and config.train.graph,
+            ),
             loss=self.loss or choose(config.train),
             layout=self.layout,
             ahead=ahead_capacities(shape, self.longest_ahead) if self.layout.ahead else None,
-            clip_mode=config.optim.clip_mode,
             backend=self.attention.backend,
             others=self.attention.others,
-            graph=kind == "cuda" and config.train.graph,
             evaluates=self.evaluates,
             evaluated=self.evaluated(max(capacity, self.longest)) if self.evaluated else None,
-            asked=self.asked,
-            new_tokens=config.run.sample_tokens,
+            asked=tuple(Request(n, min(n + config.run.sample_tokens, most)) for n in self.asked),
             cache_capacity=cache_capacity(max(capacity, self.longest), recompute),
             sampled=self.sampled,
             at_once=self.at_once,
@@ -248,7 +250,13 @@ class Job:
         return sampling_cache(self.base.spec, self.runtime.compute, self.sampled, self.at_once)
 
     def _bytes(self, setup: Setup, capacity: int) -> Bytes:
-        key = (setup.recompute, capacity, self.at_once, replace(setup.placement, reason=""), setup.base.spec)
+        key = (
+            setup.config.train.recompute,
+            capacity,
+            self.at_once,
+            replace(setup.placement, reason=""),
+            setup.base.spec,
+        )
         if key not in self._made:
             self._made[key] = rehearse(setup, launched=self.launched)
         return self._made[key]
@@ -278,7 +286,7 @@ class Job:
             yield self.runtime
             return
         with rehearsing(Rehearsal(self.card.device)):
-            yield dataclasses.replace(self.runtime, device=META)
+            yield replace(self.runtime, device=META)
 
 
 def from_few_layers(setup: Setup, rehearsed: Callable[[Setup], Bytes] = rehearse) -> Bytes:

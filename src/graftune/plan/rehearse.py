@@ -61,19 +61,15 @@ class Setup:
     runtime: Runtime
     placement: Placement
     shape: Capacities
-    recompute: str = "none"
-    method: str = "lora"
+    config: Config  # the settings of training that matter: how it recomputes, clips, captures, and what it trains
     loss: Loss = field(default_factory=CrossEntropy)
     layout: BatchLayout = PLAIN  # the loss's fields of a batch
     ahead: Capacities | None = None  # shape of the batches ahead of a step, if the loss has such
-    clip_mode: str = "global"
     backend: str = "cpu"
     others: tuple[str, ...] = ()  # other backends that the first step times
-    graph: bool = True
     evaluates: bool = True
     evaluated: Capacities | None = None  # shape of the validation data; None: that of a step
-    asked: tuple[int, ...] = ()  # tokens of each prompt that is answered before and after training
-    new_tokens: int = 0  # tokens of an answer
+    asked: tuple[Request, ...] = ()  # prompts that are answered before and after training
     cache_capacity: int = 0  # tokens of the cache for answers
     sampled: tuple[Request, ...] = ()  # samples of a round of reinforcement learning, whose cache stays
     at_once: int = 0  # of them, how many are drawn at the same time
@@ -241,7 +237,7 @@ def run_phases(setup: Setup, tally: Tally) -> Bytes:
     with memory.phase("step"), nullcontext() if stream is None else graph.on(stream):
         micro_step()
         step.update_step()
-    if stream is not None and setup.graph:
+    if stream is not None and setup.config.train.graph:
         before = memory.total
         with memory.phase("capture"), graph.null_capture(stream):
             micro_step()
@@ -251,15 +247,8 @@ def run_phases(setup: Setup, tally: Tally) -> Bytes:
 
 def _load(setup: Setup, tally: Tally) -> Parts:
     """Build the parts of a session, as every session does, on sources without contents."""
-    runtime = setup.runtime
+    config, runtime = setup.config, setup.runtime
     base = dataclasses.replace(setup.base, tensors=unread(setup.base.tensors, runtime.device, tally))
-    config = Config().replace(
-        recompute=setup.recompute,
-        method=setup.method,
-        clip_mode=setup.clip_mode,
-        deterministic=runtime.deterministic,
-        graph=setup.graph,
-    )
     choice = attention.Choice(setup.backend, "rehearsed", setup.others)
     parts = Parts(config, base, runtime, setup.placement, setup.lora, choice, setup.loss, storage=_storage(setup))
     weights = [projection.frozen for block in parts.decoder.blocks for projection in block.projections]
@@ -303,11 +292,9 @@ def _batch(shape: Capacities, device: torch.device, fields: Sequence[Field]) -> 
 
 def _answer(parts: Parts, setup: Setup) -> None:
     """Read the prompts and draw a token of each, with as many of them at once as fit the cache."""
-    decoder = parts.decoder
-    requests = [Request(n, min(n + setup.new_tokens, decoder.spec.max_positions)) for n in setup.asked]
-    size = CacheSize.of(decoder.spec, decoder.compute)
-    shape = CacheShape.of(size, requests, setup.cache_capacity * size.most_per_token)
-    generate.rehearse(decoder, requests, shape, parts.eager_attention)
+    size = CacheSize.of(setup.base.spec, parts.decoder.compute)
+    shape = CacheShape.of(size, setup.asked, setup.cache_capacity * size.most_per_token)
+    generate.rehearse(parts.decoder, setup.asked, shape, parts.eager_attention)
 
 
 def _sample(parts: Parts, setup: Setup, stream: Any) -> generate.Sampler:
