@@ -56,7 +56,7 @@ from graftune.step.evaluate import EvalResult
 from graftune.step.scaler import LossScaler
 from graftune.training import launch
 from graftune.training.prepare import plan_session
-from graftune.training.trainer import TrainResult
+from graftune.training.run import TrainResult
 from graftune.weights.adapter import is_adapter, load_adapter
 
 __all__ = [
@@ -201,10 +201,19 @@ def export(
     Example:
         print(graftune.export("runs/mine", "gguf", kind="Q8_0").path)
     """
-    places = {"out": arguments.path_text(out, "out"), "base": arguments.path_text(base, "base")}
-    how = {"revision": revision, "any_base": any_base, "add": add, "force": force, "console": console}
-    how["adapter_names"] = adapter_names
-    return export_target(arguments.path_text(target, "target"), to, kind=kind, **places, **how)  # type: ignore[arg-type]
+    return export_target(
+        arguments.path_text(target, "target"),
+        to,
+        kind=kind,
+        out=arguments.path_text(out, "out"),
+        base=arguments.path_text(base, "base"),
+        revision=revision,
+        any_base=any_base,
+        add=add,
+        force=force,
+        adapter_names=adapter_names,
+        console=console,
+    )
 
 
 def _check_callbacks(given: Any) -> None:

@@ -4,7 +4,7 @@ a type of its own (`BatchLayout`), so that the data can pack for a loss without 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -110,16 +110,7 @@ class PackedBatch:
     def to(self, device: torch.device) -> PackedBatch:
         if self.tokens.device == device:
             return self
-        moved = {
-            k: getattr(self, k).to(device, non_blocking=True)
-            for k in ("tokens", "positions", "cu_seqlens", "rows", "labels")
-        }
+        names = ("tokens", "positions", "cu_seqlens", "rows", "labels")
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
         extra = {name: value.to(device, non_blocking=True) for name, value in self.extra.items()}
-        return PackedBatch(
-            **moved,
-            lengths=self.lengths,
-            response_tokens=self.response_tokens,
-            divisor=self.divisor,
-            extra=extra,
-            ahead=self.ahead,
-        )
+        return replace(self, **moved, extra=extra)

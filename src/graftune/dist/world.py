@@ -42,17 +42,10 @@ class World:
         self.ranks, self.store, self.host = ranks, store, host
         self.attempt = attempt  # which start of the ranks this is, if a launcher has started them again
         self.rank, self.size, self.local_rank = ranks.rank, ranks.size, ranks.local_rank
+        self.leads = ranks.leads  # it prints and writes the files
+        self.share = Share(ranks.rank, ranks.size)
         self.backend, self.sharing = "", 1  # ranks that share this one's device
         self._group: dist.ProcessGroup | None = None
-
-    @property
-    def leads(self) -> bool:
-        """Whether this is rank 0, which prints and writes the files."""
-        return self.rank == 0
-
-    @property
-    def share(self) -> Share:
-        return Share(self.rank, self.size)
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +22,11 @@ from graftune.data.prompts import PromptRow
 from graftune.data.summary import counted
 from graftune.errors import GraftuneError, one_line
 from graftune.settings.sections import RlConfig
-from graftune.training.user_function import CallFailed, FunctionName, UserFunction
+from graftune.training.user_function import Between, CallFailed, FunctionName, UserFunction
 
 EPSILON = 1e-4  # added to the standard deviation, as TRL does
 GIVEN = ("prompts", "completions")  # what every function is given, beside the columns of the data
 FIGURES = ("std", "s", "failed")  # reward_std and so on are figures of all rewards
-
-Between = Callable[[], None]
 
 
 @dataclass

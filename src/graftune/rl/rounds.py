@@ -18,11 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from graftune.arithmetic import ceil_div
 from graftune.data.prompts import PromptRow
 from graftune.io.files import write_file
-from graftune.rl.rewards import Between, Rewarded, Rewards, advantages_of
+from graftune.rl.rewards import Rewarded, Rewards, advantages_of
 from graftune.session import Sample, Session
 from graftune.settings.config import Config
+from graftune.training.user_function import Between
 
 FILE = "round.json"
 SHOWN, LONGEST = 2, 2000  # best and worst answers that the log keeps of a round, and characters of each text
@@ -39,7 +41,7 @@ class RoundPlan:
 
     def rounds(self) -> int:
         """Of an epoch."""
-        return -(-self.prompts // self.per_round)
+        return ceil_div(self.prompts, self.per_round)
 
     def steps_per_epoch(self, epoch: int) -> int:
         return self.rounds() * self.updates

@@ -58,7 +58,7 @@ class PolicyRun(Run):
         self.guard = Guard(None, self.checkpoints, config.run.max_skipped, config.run.stop_on_warning)
         self.times = PhaseTimes()
         evaluation = [HeldOut(self.session, prepared.data.held_out, prepared.rewards)] if prepared.data.held_out else []
-        self.hooks = self.state.hooks = [*evaluation, self.times, *self._last_hooks(callbacks)]
+        self.state.hooks = [*evaluation, self.times, *self._last_hooks(callbacks)]
         self.reported: set[str] = set()  # why answers had no reward
 
     def start(self) -> None:

@@ -48,12 +48,10 @@ class Evaluation(Hook):
 
     def finish(self, state: RunState) -> dict[str, Any]:
         p = state.progress
+        if not self.name:
+            return {}
         failed = {"failed": p.best_failed} if p.best_failed else {}
-        return (
-            {"metric": {"name": self.name, "start": p.first_metric, "best": p.best_metric} | failed}
-            if self.name
-            else {}
-        )
+        return {"metric": {"name": self.name, "start": p.first_metric, "best": p.best_metric} | failed}
 
     def close(self, state: RunState) -> None:
         if self.metric is not None:

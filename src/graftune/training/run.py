@@ -90,7 +90,6 @@ class Run(ABC):
         self.parts, self.shape = parts, shape
         self.step, self.pipeline = parts.step, parts.pipeline
         self.found: Path | None = None  # the checkpoint to go on from
-        self.hooks: Sequence[Hook] = ()
         if prepared.before is not None and ranks.leads:
             self.found = find_checkpoint(prepared.folder, same, self.before.epoch_steps, console.warn)
         log = EventLog(prepared.folder / "metrics.jsonl" if ranks.leads else os.devnull, self._tell_event)
@@ -132,7 +131,7 @@ class Run(ABC):
         except Halted:
             raise self.guard.halted(state) from None
         finally:
-            for hook in self.hooks:
+            for hook in state.hooks:
                 hook.close(state)
             state.report.log.close()
         p = state.progress
@@ -161,7 +160,7 @@ class Run(ABC):
         """Take all steps. Returns why they ended."""
         state = self.state
         try:
-            for hook in self.hooks:
+            for hook in state.hooks:
                 hook.start(state)
             with state.report.steps(state.progress.step):
                 self._run_due()
@@ -174,7 +173,7 @@ class Run(ABC):
                     self.guard.check_end(state)
                 return ended
         finally:
-            for hook in self.hooks:
+            for hook in state.hooks:
                 hook.stop(state)
 
     def _ended(self) -> str:
@@ -186,7 +185,7 @@ class Run(ABC):
     def _run_due(self) -> None:
         """Run the hooks that are due between two steps, in their order: a checkpoint follows an evaluation."""
         state = self.state
-        for hook in self.hooks:
+        for hook in state.hooks:
             if hook.due(state):
                 self.finish_steps()
                 with state.report.meter.paused():
@@ -205,7 +204,7 @@ class Run(ABC):
         state = self.state
         state.ranks.finished(done)
         state.report.step(done, scaled=self.step.scaler is not None)
-        for hook in self.hooks:
+        for hook in state.hooks:
             hook.step_done(state, done)
         if done.signals.stop:
             state.stop.signal = state.stop.signal or signal.SIGTERM
@@ -253,7 +252,7 @@ class Run(ABC):
             "best_step": p.best_step,
             "validation_loss": {"start": p.first_loss, "best": p.best_loss},
         }
-        for hook in self.hooks:
+        for hook in state.hooks:
             summary |= hook.finish(state)
         if not ranks.leads:
             return {}
@@ -263,7 +262,7 @@ class Run(ABC):
         return summary
 
     def _tell_event(self, event: Event) -> None:
-        for hook in self.hooks:
+        for hook in self.state.hooks:
             hook.event(self.state, event)
 
     # Signals

@@ -23,10 +23,8 @@ from graftune.training.profiler import ProfiledSteps, Trace
 from graftune.training.references import References
 from graftune.training.reporter import live_speed
 from graftune.training.resume import write_start
-from graftune.training.run import Run, TrainResult
+from graftune.training.run import Run
 from graftune.training.samples import Samples
-
-__all__ = ["TrainResult", "Trainer"]
 
 
 class Trainer(Run):
@@ -41,7 +39,7 @@ class Trainer(Run):
         super().__init__(prepared, console, self.loader.steps_per_epoch, digests, shape, live)
         self.guard = Guard(self.loader, self.checkpoints, config.run.max_skipped, config.run.stop_on_warning)
         self._around_step: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.hooks = self.state.hooks = self._hooks(callbacks)
+        self.state.hooks = self._hooks(callbacks)
 
     def _hooks(self, callbacks: Sequence[Callback]) -> list[Hook]:
         """In the order in which they are called."""
@@ -75,7 +73,7 @@ class Trainer(Run):
 
     def _epoch(self) -> None:
         state, report, p = self.state, self.state.report, self.state.progress
-        for hook in self.hooks:
+        for hook in state.hooks:
             hook.paused(state, "epoch", 0.0)
         for micro_batches in self.loader.epoch(p.epoch, p.epoch_step, self.pipeline.stage):
             began, waited = time.perf_counter(), self.pipeline.waited
@@ -107,5 +105,5 @@ class Trainer(Run):
             self.pipeline.step(micro_batches, hyper, ids, facts, state.check_stop_alone)
         p.step, p.epoch_step = p.step + 1, p.epoch_step + 1
         report.sent(self.parts, p.step)
-        for hook in self.hooks:
+        for hook in state.hooks:
             hook.step_sent(state, len(micro_batches))
