@@ -70,8 +70,6 @@ class PolicyRun(Run):
             drawn = self._drawn(p.epoch_step // updates, p.epoch_step % updates)
             for _ in range(p.epoch_step % updates, updates):
                 self._update(drawn)
-                if self.last is not None and p.step >= self.last:
-                    self._stop_after_last()
                 self._run_due()
                 if self._ended():
                     return

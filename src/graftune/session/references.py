@@ -26,7 +26,7 @@ import torch
 import graftune
 from graftune.data import cached
 from graftune.data.encoded import Examples, token_places, unit_of
-from graftune.io import files
+from graftune.io import digest, files
 from graftune.losses import Loss
 from graftune.session.parts import UNPLANNED, Parts
 from graftune.settings.sections import TrainConfig
@@ -78,26 +78,24 @@ def fill(parts: Parts, examples: Examples, between: Callable[[int], None] = lamb
 
 def _key(parts: Parts, examples: Examples) -> str:
     """Of everything that decides the numbers."""
-    loss, start, digest = parts.loss, "", hashlib.sha256(examples.digests.tobytes())
+    loss, start, chosen = parts.loss, "", hashlib.sha256(examples.digests.tobytes()).hexdigest()
     if loss.reference == "start" and parts.config.train.method != "full":  # which starts from the base
         held = parts.start_of(loss)
         assert held is not None
         start = hashlib.sha256(held.values.cpu().numpy().tobytes()).hexdigest()
     facts = [
         *(parts.base.sha256, repr(parts.base.spec), parts.placement.base_dtype, parts.runtime.compute_name),
-        *(parts.runtime.device.type, loss.reference, loss.reference_per, loss.temperature, start, _code()),
+        *(parts.runtime.device.type, loss.reference, loss.reference_per, loss.temperature, start),
+        *(chosen, torch.__version__, _code()),
     ]
-    digest.update(json.dumps(facts).encode())
-    return digest.hexdigest()[:40]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:40]
 
 
 @functools.cache
 def _code() -> str:
     """Of the code that computes them, so that values of an earlier version are not found."""
-    digest, root = hashlib.sha256(torch.__version__.encode()), Path(graftune.__file__).parent
-    for file in sorted(file for name in ("model", "kernels") for file in (root / name).rglob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+    root = Path(graftune.__file__).parent
+    return digest.sha256(sorted(file for name in ("model", "kernels") for file in (root / name).rglob("*.py")))
 
 
 def _read(path: Path, dtype: np.dtype[Any], count: int) -> np.ndarray | None:

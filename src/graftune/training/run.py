@@ -183,8 +183,15 @@ class Run(ABC):
         return "early stop" if patience and p.stale >= patience else ""
 
     def _run_due(self) -> None:
-        """Run the hooks that are due between two steps, in their order: a checkpoint follows an evaluation."""
+        """Between two steps, stop if all ranks stop here. Otherwise run the hooks that are due, in their order: a
+        checkpoint follows an evaluation."""
         state = self.state
+        if self.last is not None and state.progress.step >= self.last:
+            self.finish_steps()
+            self.guard.halt_if_asked()
+            if state.stop.signal:
+                raise Interrupted
+            self.last = None  # later updates were not skipped any more
         for hook in state.hooks:
             if hook.due(state):
                 self.finish_steps()
@@ -211,14 +218,6 @@ class Run(ABC):
         if self.last is None and (done.signals.stop or self.guard.stops):
             # By then every rank knows, whichever step it had sent when the figures arrived.
             self.last = done.tag["step"] + self.pipeline.ahead
-
-    def _stop_after_last(self) -> None:
-        """The step after which all ranks stop is done. It goes on if later updates were not skipped any more."""
-        self.finish_steps()
-        self.guard.halt_if_asked()
-        if self.state.stop.signal:
-            raise Interrupted
-        self.last = None
 
     def _finish(self, stopped: str) -> dict[str, Any]:
         """Take the best weights, write the adapter or model, and let the hooks add to the summary. Rank 0 does it while

@@ -81,8 +81,6 @@ class Trainer(Run):
             for done in self.pipeline.finished():
                 self._take(done)
             report.host_seconds.append(time.perf_counter() - began - (self.pipeline.waited - waited))
-            if self.last is not None and p.step >= self.last:
-                self._stop_after_last()
             self._run_due()
             if self._ended():
                 return
