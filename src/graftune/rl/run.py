@@ -56,9 +56,8 @@ class PolicyRun(Run):
         digests = prepared.data.data_sha256, prepared.data.prompts_sha256
         super().__init__(prepared, console, self.plan.steps_per_epoch, digests)
         self.guard = Guard(None, self.checkpoints, config.run.max_skipped, config.run.stop_on_warning)
-        self.times = PhaseTimes()
         evaluation = [HeldOut(self.session, prepared.data.held_out, prepared.rewards)] if prepared.data.held_out else []
-        self.state.hooks = [*evaluation, self.times, *self._last_hooks(callbacks)]
+        self.state.hooks = [*evaluation, PhaseTimes(), *self._last_hooks(callbacks)]
         self.reported: set[str] = set()  # why answers had no reward
 
     def start(self) -> None:
@@ -136,7 +135,6 @@ class PhaseTimes(Hook):
 
     def __init__(self) -> None:
         self.sums: Counter[str] = Counter()
-        self.rewards: list[float] = []
 
     def resumed(self, state: RunState, events: Sequence[Event]) -> None:
         for event in events:
@@ -168,11 +166,10 @@ class HeldOut(Evaluation):
         super().__init__(())
         self.session, self.prompts, self.rewards, self.name = session, prompts, rewards, REWARD
 
-    def run(self, state: RunState) -> None:
-        p, report, settings = state.progress, state.report, state.config.rl
-        report.phase("evaluating")
+    def _measured(self, state: RunState) -> EvalResult:
+        settings = state.config.rl
         with (
-            report.console.progress(len(self.prompts), label="answering held-out prompts", unit="answers") as bar,
+            state.report.console.progress(len(self.prompts), label="answering held-out prompts", unit="answers") as bar,
             state.pausing_steps("evaluate"),
             state.stop.interruptible(),
         ):
@@ -188,12 +185,8 @@ class HeldOut(Evaluation):
         rewarded = self.rewards(self.prompts, [[answer.text] for answer in answers], state.check_stop)
         figures = answer_figures(answers, rewarded)
         self._report(state, answers, rewarded, figures)
-        p.last_eval = p.step
         self._choose(state, None, figures.get(REWARD), int(figures.get("reward_failed", 0)))
-        result = EvalResult(math.nan, None, sum(len(answer.tokens) for answer in answers), len(answers))
-        for hook in state.hooks:
-            hook.evaluated(state, result)
-        state.check_stop()
+        return EvalResult(math.nan, None, sum(len(answer.tokens) for answer in answers), len(answers))
 
     def close(self, state: RunState) -> None:
         self.rewards.close()

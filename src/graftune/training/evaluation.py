@@ -31,20 +31,24 @@ class Evaluation(Hook):
         return p.step == 0 or ends or (every > 0 and p.step % every == 0)
 
     def run(self, state: RunState) -> None:
-        p, report = state.progress, state.report
-        report.phase("evaluating")
-        with state.counting("evaluate", "validating", len(self.examples), unit_of(self.examples)) as count:
-            result = state.parts.evaluated(self.examples, on_progress=count)
-        scores = None if self.metric is None else self._scores(state, self.metric)
-        report.evaluation(result, p.step, p.epoch, scores)
-        if scores is not None:
-            self._report_faults(state, scores)
-        p.last_eval = p.step
-        self._count(state, result, scores)
+        state.report.phase("evaluating")
+        result = self._measured(state)
+        state.progress.last_eval = state.progress.step
         for hook in state.hooks:
             hook.evaluated(state, result)
         state.stop.signal = max(state.ranks.gather(state.stop.signal))  # all ranks stop, or none
         state.check_stop()
+
+    def _measured(self, state: RunState) -> EvalResult:
+        """Evaluate, report the figures, and compare them with the best so far."""
+        with state.counting("evaluate", "validating", len(self.examples), unit_of(self.examples)) as count:
+            result = state.parts.evaluated(self.examples, on_progress=count)
+        scores = None if self.metric is None else self._scores(state, self.metric)
+        state.report.evaluation(result, state.progress.step, state.progress.epoch, scores)
+        if scores is not None:
+            self._report_faults(state, scores)
+        self._count(state, result, scores)
+        return result
 
     def finish(self, state: RunState) -> dict[str, Any]:
         p = state.progress
