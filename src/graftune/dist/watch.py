@@ -10,8 +10,8 @@ rank 0 reads all of them, the others read rank 0's. A run is ended by:
     no store    the store is in rank 0's process, or in the launcher's, and either may be stopped or cut off: a call of
                 it then never returns, which a second thread notices
 
-In each case the rank whose fault is stored first prints one sentence, and every process ends with the same exit code, by `os._exit`: the main
-thread may be waiting for a device that never answers.
+In each case the rank whose fault is stored first prints one sentence, and every process ends with the same exit code,
+by `os._exit`: the main thread may be waiting for a device that never answers.
 """
 
 from __future__ import annotations
@@ -59,10 +59,6 @@ class Watch:
         self._beat = max(BEAT, ranks.size / 500)
         self._store: Any = None
         self._looks = 0  # how often the store has answered
-        self._threads = [
-            threading.Thread(target=work, name=f"graftune-{name}", daemon=True)
-            for name, work in (("watch", self._watch), ("watch-store", self._watch_store))
-        ]
 
     def start(self) -> None:
         """Start the threads, on a separate connection: the main thread may be blocked on the other one."""
@@ -72,8 +68,8 @@ class Watch:
         )
         self._store = dist.PrefixStore(f"graftune/{self.attempt}/watch", store)
         self._pulse(0)  # at once, so that a rank that dies before its first beat is noticed too
-        for thread in self._threads:
-            thread.start()
+        for name, work in (("watch", self._watch), ("watch-store", self._watch_store)):
+            threading.Thread(target=work, name=f"graftune-{name}", daemon=True).start()
 
     def stop(self) -> None:
         """End the watch at the end of the run: from here on, silence of this rank is not a fault."""
