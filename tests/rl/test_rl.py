@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from graftune.errors import GraftuneError
 from graftune.infer import generate
 from graftune.losses import CrossEntropy
 from graftune.observe.events import read_events
+from graftune.rl import RL
 from graftune.rl.rewards import Rewards, advantages_of
 from graftune.rl.rounds import example_of
 from graftune.session.batches import BatchFeed
@@ -378,6 +380,13 @@ def test_settings_that_do_not_fit_rewards_are_refused(
     with pytest.raises(GraftuneError, match=why):
         graftune.train(**settings | other, out=str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
+
+
+def test_several_ranks_are_refused() -> None:
+    """A round is sampled and rewarded by one process; the command line refuses others for `graftune rl` alone."""
+    ranks: Any = SimpleNamespace(size=2, leads=True)
+    with pytest.raises(GraftuneError, match="one process, and a launcher has started 2; start it without torchrun"):
+        RL.prepare(Config.of({"reward": ("own.py",)}), Any, Any, Any, ranks)
 
 
 def test_an_example_holds_its_end_token() -> None:

@@ -60,8 +60,18 @@ def _card(
 ) -> Card:
     """`tflops`: bf16 (fp16 before Ampere) with sums in fp32, dense. `link`: GB/s from pinned host memory, about four
     fifths of PCIe's rate. `peers`: GB/s from other cards of the machine, over NVLink; 0: over the same link."""
-    memory, rates = int(gib * 1024 * MIB), (tflops * 1e12, link * 1e9, (peers or link) * 1e9)
-    return Card(name, memory, memory, capability, processors, cache_mib * MIB, False, *rates)
+    memory = int(gib * 1024 * MIB)
+    return Card(
+        name,
+        memory,
+        memory,
+        capability,
+        processors,
+        cache_mib * MIB,
+        rate=tflops * 1e12,
+        link=link * 1e9,
+        peers=(peers or link) * 1e9,
+    )
 
 
 MODELS = {

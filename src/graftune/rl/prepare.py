@@ -32,9 +32,10 @@ from graftune.settings.sections import NOT_FOR_REWARDS
 from graftune.settings.sources import DataValue, label
 from graftune.tokenizer import Tokenizer
 from graftune.tokenizer.template import today
-from graftune.training.prepare import opened, opened_to_plan, plan_session, training_job
+from graftune.training.prepare import opened, opened_to_plan, plan_session, training_job, with_auto
 from graftune.training.ranks import SingleProcess
 from graftune.training.run import PreparedRun
+from graftune.weights.base import Base
 
 USUAL_HELD_OUT = 64  # prompts of an evaluation, unless eval_examples says otherwise
 
@@ -79,6 +80,9 @@ def prepare_rl(
 ) -> PreparedRl:
     """Prepare a run. `folder_for` makes or finds its folder, once its data was read; what it opens is closed with
     `held`. `before`: the settings so far of a run that is resumed."""
+    if ranks.size > 1:
+        what = f"a run with rewards is one process, and a launcher has started {ranks.size}"
+        raise GraftuneError(what, fix="start it without torchrun")
     if before is None and not config.data.date:
         config = config.replace(date=today().isoformat())
     config, chosen_length = with_policy_loss(config), config.data.max_seq_len
@@ -103,7 +107,7 @@ def prepare_rl(
     rewards.check_columns(data.columns)
     if not chosen_length:  # no longer than needed: memory is planned for it
         config = config.replace(max_seq_len=_needed(config, data))
-    config = _with_auto(config, base.spec.parameters, console)
+    config = _with_auto(config, base, console)
     folder = folder_for(config, config.data.data)
     process = resident_bytes()
     with console.working("loading the base"):
@@ -137,7 +141,7 @@ def job_of(config: Config, console: Console, memory: int = 0, model: Card | None
     else:
         config = config.replace(max_seq_len=min(config.data.longest(), base.spec.max_positions))
         prompts = [max(1, config.data.max_seq_len - config.rl.answer_tokens)] * config.rl.prompts_per_round
-    config = _with_auto(config, base.spec.parameters, console)
+    config = _with_auto(config, base, console)
     sampled = round_of(config, prompts, base.spec.max_positions)
     longest = config.data.max_seq_len
     return training_job(config, base, runtime, card, memory, longest, None, evaluates=False, sampled=sampled)
@@ -214,9 +218,6 @@ def _split(data: list[EncodedPrompt], share: float, seed: int) -> tuple[list[Enc
     return [data[place] for place in rest], [data[place] for place in held]
 
 
-def _with_auto(config: Config, parameters: int, console: Console) -> Config:
-    own = LOSSES[config.train.loss].lr
-    found = auto.with_lr(config, parameters, own)
-    if line := auto.said(config, found, parameters, own):
-        console.note(line)
-    return auto.with_step_tokens(found, parameters)
+def _with_auto(config: Config, base: Base, console: Console) -> Config:
+    """The settings with an `auto` learning rate chosen. Steps have no number of tokens of their own."""
+    return with_auto(auto.with_step_tokens(config, base.spec.parameters), base, None, console)

@@ -110,7 +110,7 @@ def prepare_run(
         | {"tokenizer or chat template": data.examples_sha256},
         "give every rank the same files",
     )
-    config = _with_steps(config, base, data, console)
+    config = with_auto(config, base, data, console)
     if before is not None and config.train.max_steps != before.train.max_steps:
         loader = loader_of(config, data.training.examples, max(config.train.tokens_per_micro_batch, data.largest))
         config = config.replace(epochs=stretched(config.train, loader))
@@ -175,7 +175,7 @@ def opened(config: Config) -> tuple[Config, Base, Adapter | None]:
     return config.replace(max_seq_len=config.data.longest(base.spec.max_positions)), base, adapter
 
 
-def _with_steps(config: Config, base: Base, data: RunData | None, console: Console) -> Config:
+def with_auto(config: Config, base: Base, data: RunData | None, console: Console) -> Config:
     """The settings with `auto` learning rate and tokens of a step chosen for this data (None: for plenty)."""
     parameters, examples = base.spec.parameters, data.training.examples if data else ()
     own = LOSSES[config.train.loss].lr
@@ -234,9 +234,9 @@ def job_of(config: Config, console: Console, memory: int = 0, model: Card | None
     config, base, adapter, runtime, card, memory = opened_to_plan(config, console, memory, model)
     if config.data.data:
         data = _read(config, base, adapter, config.data.data, console)
-        config = _with_steps(config, base, data, console)
+        config = with_auto(config, base, data, console)
         return run_job(config, base, runtime, card, memory, data)
-    config = _with_steps(config, base, None, console)
+    config = with_auto(config, base, None, console)
     longest = min(config.data.longest(), base.spec.max_positions)
     asked = (longest,) * config.run.samples
     return training_job(config, base, runtime, card, memory, longest, None, asked=asked)
