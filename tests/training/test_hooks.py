@@ -63,7 +63,7 @@ class Noting(Hook):
 
 def test_a_hook_is_called_at_each_point_of_a_run(tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     noting, real = Noting(), trainer.Trainer._hooks
-    monkeypatch.setattr(trainer.Trainer, "_hooks", lambda self, callbacks: [*real(self, callbacks), noting])
+    monkeypatch.setattr(trainer.Trainer, "_hooks", lambda self: [*real(self), noting])
     config = settings(tiny_folder("llama-shallow"), tmp_path / "run", max_steps=3, eval_every=0, samples=0)
     result = train(config, console=Console(quiet=True))
     steps = [("sent", 1), ("done", 1), ("sent", 2), ("done", 2), "run", ("sent", 3), ("done", 3)]

@@ -34,9 +34,9 @@ from graftune.step.pipeline import Figures
 from graftune.step.schedule import learning_rate
 from graftune.training.evaluation import Evaluation
 from graftune.training.guard import Guard
-from graftune.training.hooks import Callback, Hook, RunState
+from graftune.training.hooks import Hook, RunState
 from graftune.training.resume import write_start
-from graftune.training.run import Run
+from graftune.training.run import Callback, Run
 from graftune.weights import checkpoint
 
 # Logged with the first update of a round only, since they add up.
@@ -54,10 +54,10 @@ class PolicyRun(Run):
             len(prepared.data.training), settings.prompts_per_round, settings.updates_per_round, config.train.seed
         )
         digests = prepared.data.data_sha256, prepared.data.prompts_sha256
-        super().__init__(prepared, console, self.plan.steps_per_epoch, digests)
+        super().__init__(prepared, console, callbacks, self.plan.steps_per_epoch, digests)
         self.guard = Guard(None, self.checkpoints, config.run.max_skipped, config.run.stop_on_warning)
         evaluation = [HeldOut(self.session, prepared.data.held_out, prepared.rewards)] if prepared.data.held_out else []
-        self.state.hooks = [*evaluation, PhaseTimes(), *self._last_hooks(callbacks)]
+        self.state.hooks = [*evaluation, PhaseTimes(), self.checkpoints, self.guard]
         self.reported: set[str] = set()  # why answers had no reward
 
     def start(self) -> None:
@@ -187,9 +187,6 @@ class HeldOut(Evaluation):
         self._report(state, answers, rewarded, figures)
         self._choose(state, None, figures.get(REWARD), int(figures.get("reward_failed", 0)))
         return EvalResult(math.nan, None, sum(len(answer.tokens) for answer in answers), len(answers))
-
-    def close(self, state: RunState) -> None:
-        self.rewards.close()
 
     def _report(
         self, state: RunState, answers: Sequence[Sample], rewarded: Rewarded, figures: dict[str, float]

@@ -6,7 +6,6 @@ To add one: write its file, add it to the list in trainer.py, and test it with a
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from graftune.observe.events import Event
-from graftune.observe.trackers import Tracking
 from graftune.session import Parts
 from graftune.settings.config import Config
 from graftune.spans import marked
@@ -61,9 +59,6 @@ class Hook:
     def finish(self, state: RunState) -> dict[str, Any]:
         """The run has reached its end and its product is written. Returns figures for the run's summary."""
         return {}
-
-    def event(self, state: RunState, event: Event) -> None:
-        """An event was written to the log."""
 
     def close(self, state: RunState) -> None:
         """The run is over, however it ended."""
@@ -132,33 +127,3 @@ class RunState:
         """The same within work that all ranks do together, which none of several ranks may leave."""
         if self.ranks.world is None:
             self.check_stop()
-
-
-# The callbacks of `graftune.train` and experiment trackers: both get every event of the log.
-
-Callback = Callable[[Event], object]
-
-
-class Callbacks(Hook):
-    """Functions of the user. One that returns "stop" ends the run after a checkpoint, as Ctrl-C does."""
-
-    def __init__(self, callbacks: Sequence[Callback]):
-        self.callbacks = callbacks
-
-    def event(self, state: RunState, event: Event) -> None:
-        answers = [callback(event) for callback in self.callbacks]
-        if "stop" in answers:
-            state.stop.signal = state.stop.signal or signal.SIGINT
-
-
-class Trackers(Hook):
-    """Sends the figures of the run to the tracker of the setting `track`."""
-
-    def __init__(self, tracking: Tracking):
-        self.tracking = tracking
-
-    def event(self, state: RunState, event: Event) -> None:
-        self.tracking(event)
-
-    def close(self, state: RunState) -> None:
-        self.tracking.close()

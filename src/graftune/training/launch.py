@@ -23,11 +23,10 @@ from graftune.observe.trackers import check_installed
 from graftune.ranks import Ranks, from_environment
 from graftune.settings.config import Config
 from graftune.training.folder import complete, new_folder, sweep
-from graftune.training.hooks import Callback
 from graftune.training.prepare import prepare_run
 from graftune.training.ranks import SingleProcess, joined
 from graftune.training.resume import finished, stored_config
-from graftune.training.run import Run, TrainResult
+from graftune.training.run import Callback, Run, TrainResult
 from graftune.training.signals import Stopped, noted_signals, raised_signals
 from graftune.training.trainer import Trainer
 

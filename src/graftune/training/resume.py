@@ -258,11 +258,8 @@ def changed_since(now: dict[str, str], events: Sequence[Event]) -> str:
 
 def _last_start(events: Sequence[Event]) -> Event:
     """What was logged at the run's starts, the latest value of each key."""
-    found: Event = {}
-    for event in events:
-        if event["event"] in BEGINNINGS:
-            found = {**found, **event}
-    return found
+    starts = (event for event in events if event["event"] in BEGINNINGS)
+    return {name: value for event in starts for name, value in event.items()}
 
 
 def functions_of(config: Config) -> dict[str, str]:

@@ -36,7 +36,7 @@ from graftune.step.pipeline import Figures
 from graftune.training.checkpoints import Checkpoints
 from graftune.training.evaluation import Evaluation
 from graftune.training.guard import Guard
-from graftune.training.hooks import Callback, Callbacks, Hook, RunState, Trackers
+from graftune.training.hooks import RunState
 from graftune.training.ranks import SingleProcess
 from graftune.training.reporter import LiveSpeed, Reporter
 from graftune.training.resume import find_checkpoint, identity, resume_folder, run_length
@@ -68,6 +68,9 @@ class PreparedRun:
     ranks: SingleProcess
 
 
+Callback = Callable[[Event], object]  # of the user: gets every event of the log
+
+
 class Run(ABC):
     guard: Guard
     evaluates: bool  # whether the last step is evaluated, which saves it
@@ -76,6 +79,7 @@ class Run(ABC):
         self,
         prepared: PreparedRun,
         console: Console,
+        callbacks: Sequence[Callback],
         steps_per_epoch: Callable[[int], int],
         digests: tuple[str, str],
         shape: Capacities | None = None,
@@ -87,7 +91,7 @@ class Run(ABC):
         if prepared.before is not None:  # before this resume
             self.before = run_length(steps_per_epoch, prepared.before.train)
         same = identity(config, parts.base, *digests)
-        self.parts, self.shape = parts, shape
+        self.parts, self.shape, self.callbacks = parts, shape, callbacks
         self.step, self.pipeline = parts.step, parts.pipeline
         self.found: Path | None = None  # the checkpoint to go on from
         if prepared.before is not None and ranks.leads:
@@ -99,17 +103,8 @@ class Run(ABC):
         self.checkpoints = Checkpoints(prepared.folder / "checkpoints", same)
         self.last: int | None = None  # the step after which all ranks stop, once one of them asks for it
         self.closing = False  # all steps are done: what is left changes no checkpoint
-
-    def _last_hooks(self, callbacks: Sequence[Callback]) -> list[Hook]:
-        """Those that every run has, after its own."""
-        state, run = self.state, self.parts.config.run
-        hooks: list[Hook] = [self.checkpoints, self.guard]
-        if callbacks:
-            hooks.append(Callbacks(callbacks))
-        if run.track != "none" and state.ranks.leads:
-            settings, warn = self.parts.config.flat(), state.report.console.warn
-            hooks.append(Trackers(Tracking(run.track, state.folder, settings, warn, state.epoch_steps)))
-        return hooks
+        track = config.run.track if ranks.leads else "none"
+        self.tracking = Tracking(track, prepared.folder, config.flat(), console.warn, epoch_steps)
 
     @abstractmethod
     def start(self) -> None:
@@ -131,6 +126,7 @@ class Run(ABC):
         finally:
             for hook in state.hooks:
                 hook.close(state)
+            self.tracking.close()
             state.report.log.close()
         p = state.progress
         return TrainResult(state.folder, p.step, stopped, p.first_loss, p.best_loss, summary, state.stop.signal)
@@ -259,8 +255,12 @@ class Run(ABC):
         return summary
 
     def _tell_event(self, event: Event) -> None:
-        for hook in self.state.hooks:
-            hook.event(self.state, event)
+        """Call the callbacks, and the tracker, with an event of the log. One that returns "stop" ends the run after a
+        checkpoint, as Ctrl-C does."""
+        answers = [callback(event) for callback in self.callbacks]
+        self.tracking(event)
+        if "stop" in answers:
+            self.state.stop.signal = self.state.stop.signal or signal.SIGINT
 
     # Signals
 

@@ -16,14 +16,14 @@ from graftune.spans import marked
 from graftune.step.schedule import hyperparameters, learning_rate
 from graftune.training.evaluation import Evaluation
 from graftune.training.guard import Guard
-from graftune.training.hooks import Callback, Hook
+from graftune.training.hooks import Hook
 from graftune.training.prepare import Prepared
 from graftune.training.preview import Preview
 from graftune.training.profiler import ProfiledSteps, Trace
 from graftune.training.references import References
 from graftune.training.reporter import live_speed
 from graftune.training.resume import write_start
-from graftune.training.run import Run
+from graftune.training.run import Callback, Run
 from graftune.training.samples import Samples
 
 
@@ -36,12 +36,12 @@ class Trainer(Run):
         shape = parts.fix_shape(self.loader, config.train.epochs)
         data = training.sha256 + (prepared.data.validation.sha256 if config.data.eval_data else "")
         digests, live = (data, prepared.data.examples_sha256), live_speed(parts, training.examples, shape)
-        super().__init__(prepared, console, self.loader.steps_per_epoch, digests, shape, live)
+        super().__init__(prepared, console, callbacks, self.loader.steps_per_epoch, digests, shape, live)
         self.guard = Guard(self.loader, self.checkpoints, config.run.max_skipped, config.run.stop_on_warning)
         self._around_step: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.state.hooks = self._hooks(callbacks)
+        self.state.hooks = self._hooks()
 
-    def _hooks(self, callbacks: Sequence[Callback]) -> list[Hook]:
+    def _hooks(self) -> list[Hook]:
         """In the order in which they are called."""
         prepared, state, run = self.prepared, self.state, self.parts.config.run
         leads, console = state.ranks.leads, state.report.console
@@ -63,7 +63,7 @@ class Trainer(Run):
             hooks.append(Samples(prepared.data.questions))
         if prepared.data.validation.examples:
             hooks.append(Evaluation(prepared.data.validation.examples, prepared.data.metric))
-        return [*hooks, *self._last_hooks(callbacks)]
+        return [*hooks, self.checkpoints, self.guard]
 
     def start(self) -> None:
         """Write a new folder: the configuration and the log's first line. From here on the run can be resumed."""
