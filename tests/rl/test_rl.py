@@ -25,6 +25,7 @@ from graftune.observe.events import read_events
 from graftune.rl import RL
 from graftune.rl.rewards import Rewards, advantages_of
 from graftune.rl.rounds import example_of
+from graftune.rl.run import PhaseTimes
 from graftune.session.batches import BatchFeed
 from graftune.session.parts import Parts
 from graftune.settings.config import Config
@@ -380,6 +381,15 @@ def test_settings_that_do_not_fit_rewards_are_refused(
     with pytest.raises(GraftuneError, match=why):
         graftune.train(**settings | other, out=str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
+
+
+def test_the_time_of_a_step_that_was_done_again_counts_once() -> None:
+    """Killed after step 3, resumed after step 1, and resumed again: step 2 was done twice."""
+    first, again = ([{"event": "step", "step": step, "train_s": step + late} for step in (1, 2, 3)] for late in (0, 10))
+    events = [{"event": "run_start"}, *first, {"event": "resume", "step": 1}, *again[1:]]
+    times = PhaseTimes()
+    times.resumed(SimpleNamespace(progress=SimpleNamespace(step=2)), events)  # type: ignore[arg-type]
+    assert times.sums["train_s"] == 1 + 12
 
 
 def test_several_ranks_are_refused() -> None:

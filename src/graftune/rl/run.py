@@ -23,7 +23,7 @@ from typing import Any
 
 from graftune.data.prompts import PromptRow
 from graftune.observe.console import Console
-from graftune.observe.events import Event
+from graftune.observe.events import Event, latest
 from graftune.rl import rounds
 from graftune.rl.prepare import PreparedRl
 from graftune.rl.rewards import Rewarded, Rewards
@@ -137,8 +137,8 @@ class PhaseTimes(Hook):
         self.sums: Counter[str] = Counter()
 
     def resumed(self, state: RunState, events: Sequence[Event]) -> None:
-        for event in events:
-            if event["event"] == "step" and event["step"] <= state.progress.step:
+        for event in latest([*events], "step"):  # a step that was done again counts once
+            if event["step"] <= state.progress.step:
                 self._add(event)
 
     def step_done(self, state: RunState, figures: Figures) -> None:
