@@ -129,7 +129,7 @@ def test_plan_takes_a_gpu_by_name(engine: Engine, capsys: Capture, monkeypatch: 
     asked = []
 
     def job_of(config: Config, console: object, memory: int = 0, model: object = None) -> None:
-        asked.append((config.base.device, memory >> 30, model.name if model else None))
+        asked.append((config.base.device, memory >> 30, model.device.name if model else None))
         raise GraftuneError("enough")
 
     monkeypatch.setattr(prepare, "job_of", job_of)
@@ -148,7 +148,7 @@ def test_a_plan_for_a_named_gpu_is_made_for_its_kind(name: str, dtype: str) -> N
     from graftune.plan.cards import find
 
     runtime, card = runtime_for(Config.of({"device": "cuda"}), 0, find(name))
-    assert runtime.compute_name == dtype and card is not None and card.capability == find(name).capability
+    assert runtime.compute_name == dtype and card is not None and card.device.capability == find(name).device.capability
     assert find(name).total - (1 << 30) < card.free < find(name).total
 
 

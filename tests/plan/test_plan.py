@@ -20,7 +20,7 @@ from graftune.errors import GraftuneError
 from graftune.infer.cache import CACHE, CacheSize, Request
 from graftune.kernels import attention
 from graftune.kernels.attention import timing
-from graftune.kernels.rehearsal import WORKSPACES
+from graftune.kernels.rehearsal import WORKSPACES, Device
 from graftune.losses import Anchored, preference
 from graftune.losses.interface import WEIGHTED
 from graftune.losses.kto import Kto
@@ -47,7 +47,8 @@ from tests.support.real_rehearsal import rehearse_real
 
 QUIET = Console(quiet=True)
 MIB = 1 << 20
-CARD = Card("a card", 80 << 30, 80 << 30)
+DEVICE = Device("cuda", "a card", (9, 0), 132, 60 * MIB, here=False)
+CARD = Card(DEVICE, 80 << 30, 80 << 30)
 
 
 def spec(layers: int = 3, width: int = 64, **more: Any) -> ModelSpec:
@@ -277,7 +278,7 @@ def test_libraries_memory_is_part_of_it() -> None:
     streams = 2 * 32 * MIB  # cuBLAS for the evaluation's, cuBLASLt for all
     assert grouped.phases["capture"]["workspaces"] == streams + 3 * sums + rows
     assert abs(grouped.after - plain.after) < 2 * MIB, "between two calls cuDNN's memory serves others"
-    assert rehearse(gpu()).phases["step"]["workspaces"] == streams + CARD.cache, "emptied while algorithms are timed"
+    assert rehearse(gpu()).phases["step"]["workspaces"] == streams + DEVICE.cache, "emptied while algorithms are timed"
     dropped = rehearse(gpu(lora=LoraConfig(rank=4, dropout=0.1)))
     more = dropped.after - rehearse(gpu()).after
     assert 32 * MIB <= more < 64 * MIB, "torch's products: for the one stream of the step and its capture"
@@ -388,7 +389,7 @@ def test_codes_for_both_ways_where_a_card_has_much_memory(tiny_folder, monkeypat
     wide = spec(width=256, ffn=1024, vocab=4000)
 
     def asked(free: int) -> job.Job:
-        card, shapes = Card("a card", free, free), job.any_data(64)
+        card, shapes = Card(DEVICE, free, free), job.any_data(64)
         return job.Job(config, random_base(wide, where.device), where, 64, shapes, card)
 
     one, large = asked(8 << 30), asked(8 << 30)

@@ -30,22 +30,14 @@ SUSTAINED = 0.6  # share of the published rate that long products reach
 
 @dataclass(frozen=True)
 class Card:
-    """The GPU that a plan is for, in this machine or another."""
+    """The GPU that a plan is for, in this machine or another: some kernels size their grids and buffers by it."""
 
-    name: str
+    device: Device
     free: int
     total: int
-    capability: tuple[int, int] = (9, 0)
-    processors: int = 132  # some kernels size their grids and buffers by these
-    cache: int = 60 * MIB  # emptied when algorithms are timed
-    here: bool = False
     rate: float = 0.0  # FLOP/s, published; 0: unknown
     link: float = 0.0  # bytes/s from host memory
     peers: float = 0.0  # bytes/s from other cards
-
-    @property
-    def device(self) -> Device:
-        return Device("cuda", self.name, self.capability, self.processors, self.cache, self.here)
 
 
 def _card(
@@ -60,18 +52,8 @@ def _card(
 ) -> Card:
     """`tflops`: bf16 (fp16 before Ampere) with sums in fp32, dense. `link`: GB/s from pinned host memory, about four
     fifths of PCIe's rate. `peers`: GB/s from other cards of the machine, over NVLink; 0: over the same link."""
-    memory = int(gib * 1024 * MIB)
-    return Card(
-        name,
-        memory,
-        memory,
-        capability,
-        processors,
-        cache_mib * MIB,
-        rate=tflops * 1e12,
-        link=link * 1e9,
-        peers=(peers or link) * 1e9,
-    )
+    device, memory = Device("cuda", name, capability, processors, cache_mib * MIB, here=False), int(gib * 1024 * MIB)
+    return Card(device, memory, memory, rate=tflops * 1e12, link=link * 1e9, peers=(peers or link) * 1e9)
 
 
 MODELS = {

@@ -19,7 +19,7 @@ from graftune.batch import PLAIN, BatchLayout, Example
 from graftune.data.pack import TILE, Capacities, ahead_capacities, whole_tiles
 from graftune.errors import GraftuneError
 from graftune.infer.cache import CacheShape, Request, cache_capacity
-from graftune.kernels.rehearsal import META, Launched, Rehearsal, rehearsing
+from graftune.kernels.rehearsal import META, Device, Launched, Rehearsal, rehearsing
 from graftune.losses import Loss, choose
 from graftune.model.spec import ModelSpec
 from graftune.observe.memory import available_bytes, free_bytes, human_bytes, resident_bytes
@@ -157,7 +157,7 @@ class Job:
         self.placement = self.place(self.config.base.base_dtype).placed_at(*self.places[0])
         with self._as_there() as runtime:
             self.attention = attention_for(self.base, runtime, self.config.data.longest(self.base.spec.max_positions))
-        self.host_free = available_bytes() if self.card is not None and self.card.here else None
+        self.host_free = available_bytes() if self.card is not None and self.card.device.here else None
 
     def place(self, asked: str) -> Placement:
         with self._as_there() as runtime:
@@ -206,7 +206,7 @@ class Job:
             settings["samples_at_once"] = self.at_once
         runtime, card = self.runtime, self.card
         fetching = cards.transfer_note(self.base, placement, runtime.compute, setup.shape.capacity, card)
-        where = card.name if card else str(runtime.device)
+        where = card.device.name if card else str(runtime.device)
         return Plan(
             runtime.device.type, where, settings, found, self.free, self._rest(setup, found), self.host_free, fetching
         )
@@ -324,14 +324,16 @@ def runtime_for(config: Config, memory: int, named: Card | None = None) -> tuple
             asked, config.base.compute_dtype, threads=config.base.threads, deterministic=config.train.deterministic
         )
         return runtime, card_here(runtime.device, memory) if runtime.device.type == "cuda" else None
-    best = torch.bfloat16 if named is None or named.capability >= (8, 0) else torch.float16
+    best = torch.bfloat16 if named is None or named.device.capability >= (8, 0) else torch.float16
     dtype = DTYPES.get(config.base.compute_dtype, best)
     runtime = Runtime(torch.device("cuda", 0), dtype, "planned for", config.train.deterministic)
     if named is None:
         name = f"a GPU of {human_bytes(memory)} (not here; its kernels are assumed to be an H100's: name it with --gpu)"
-        return runtime, Card(name, max(0, memory - CONTEXT_BYTES), memory)
+        named = Card(Device("cuda", name, (9, 0), 132, 60 * MIB, here=False), memory, memory)
+    else:
+        named = replace(named, device=replace(named.device, name=f"{named.device.name} (not here)"))
     total = memory or named.total
-    return runtime, replace(named, name=f"{named.name} (not here)", free=max(0, total - CONTEXT_BYTES), total=total)
+    return runtime, replace(named, free=max(0, total - CONTEXT_BYTES), total=total)
 
 
 def card_here(device: torch.device, memory: int = 0) -> Card:
@@ -341,8 +343,8 @@ def card_here(device: torch.device, memory: int = 0) -> Card:
     if memory:
         free, total = max(0, memory - taken), memory
     about = torch.cuda.get_device_properties(device)
-    capability = (about.major, about.minor)
-    found = Card(about.name, free, total, capability, about.multi_processor_count, about.L2_cache_size, here=True)
+    capability, processors = (about.major, about.minor), about.multi_processor_count
+    found = Card(Device("cuda", about.name, capability, processors, about.L2_cache_size), free, total)
     try:
         known = cards.find(about.name)
     except GraftuneError:  # the table does not have this card, so its rates are unknown
