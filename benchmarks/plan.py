@@ -101,7 +101,7 @@ def run(case: Case, job: Job, plan: Plan) -> dict[str, Any]:
     answer(session, job, examples[0].tokens)
     grown["evaluate"] = reserved(device)
     loop.bound_documents(case.length)
-    batch = pack(examples, layout=session.parts.loss.layout(examples), **shape_of(case)._asdict())
+    batch = pack(examples, layout=session.parts.loss.layout(examples), shape=shape_of(case))
     before = fingerprint(arena.weights)
     for _ in range(STEPS):
         loop.step([loop.stage(batch)], case.hyper | {"divisor": batch.divisor}, [0])

@@ -135,9 +135,9 @@ def packed(case: Case, parts: Parts) -> list[list[PackedBatch]]:
     examples, count = held(case, parts), len(case.lengths)
     layout = parts.loss.layout(examples)
     answers = [length - prompt for length, prompt in zip(case.lengths, case.prompts, strict=True)]
-    fixed = pack.capacities([range(count)], case.lengths, answers)._asdict() if case.drawn else {}
+    fixed = pack.capacities([range(count)], case.lengths, answers) if case.drawn else None
     starts = range(0, len(examples), count)
-    bins = [pack.pack(examples[start : start + count], layout=layout, **fixed) for start in starts]
+    bins = [pack.pack(examples[start : start + count], layout=layout, shape=fixed) for start in starts]
     return [bins[start : start + case.micro] for start in range(0, len(bins), case.micro)]
 
 

@@ -68,8 +68,8 @@ def test_padding_is_cut_into_documents_within_the_bound(
     longest = max(exact.lengths) + more
     padding = -(-spare // longest)
     answers = exact.response_tokens
-    limits = {"capacity": total + spare, "max_rows": answers + rows, "longest": longest}
-    batch = pack(examples, max_docs=real + padding + docs, **limits)
+    limits = Capacities(total + spare, real + padding + docs, answers + rows, longest)
+    batch = pack(examples, shape=limits)
     assert max(batch.lengths) <= longest and len(batch.lengths) == real + padding + docs
     assert batch.lengths[:real] == exact.lengths and sum(batch.lengths) == total + spare
     assert all(batch.lengths[: real + padding]) and not any(batch.lengths[real + padding :])
@@ -81,9 +81,9 @@ def test_padding_is_cut_into_documents_within_the_bound(
     assert batch.response_tokens == answers
     if padding:
         with pytest.raises(AssertionError, match="more documents"):
-            pack(examples, max_docs=real + padding - 1, **limits)
+            pack(examples, shape=limits._replace(max_docs=real + padding - 1))
     with pytest.raises(AssertionError, match="longer than its bound"):
-        pack(examples, max_docs=real + total + spare, **limits | {"longest": max(exact.lengths) - 1})
+        pack(examples, shape=limits._replace(max_docs=real + total + spare, longest=max(exact.lengths) - 1))
 
 
 @settings(max_examples=100, deadline=None)
@@ -99,7 +99,7 @@ def test_capacities_hold_every_bin_and_no_more(sizes: list[int], capacity: int, 
     plan = plan_epoch(sizes, tokens_per_step=2 * capacity, micro_capacity=capacity, seed=seed, epoch=0)
     bins = [held for step in plan for held in step]
     limits = capacities(bins, sizes, responses)
-    batches = [pack([examples[i] for i in held], **limits._asdict()) for held in bins]
+    batches = [pack([examples[i] for i in held], shape=limits) for held in bins]
     shapes = {(len(b.tokens), len(b.cu_seqlens) - 1, len(b.rows)) for b in batches}
     assert shapes == {limits[:3]}
     assert max(max(b.lengths) for b in batches) <= limits.longest <= limits.capacity
@@ -113,10 +113,10 @@ def test_capacities_hold_every_bin_and_no_more(sizes: list[int], capacity: int, 
 
 def test_a_full_batch_needs_no_padding_document() -> None:
     example = Example([1, 2], [False, True])
-    assert pack([example], capacity=2, max_docs=1, max_rows=1).lengths == (2,)
+    assert pack([example], shape=Capacities(2, 1, 1, 2)).lengths == (2,)
     for capacity, rows in ((1, 1), (2, 0)):
         with pytest.raises(AssertionError, match="exceeds its capacity"):
-            pack([example], capacity=capacity, max_docs=1, max_rows=rows)
+            pack([example], shape=Capacities(capacity, 1, rows, 2))
 
 
 @settings(max_examples=150, deadline=None)
@@ -299,7 +299,7 @@ def test_bins_within_a_shape_can_be_packed_in_it() -> None:
         bins = bins_within(made, shape, PLAIN)
         assert [index for held in bins for index in held] == list(range(60)) and all(bins)
         for held in bins:
-            assert len(pack([made[i] for i in held], **shape._asdict()).tokens) == 128
+            assert len(pack([made[i] for i in held], shape=shape).tokens) == 128
         for held, after in itertools.pairwise(bins):
             more = [made[i] for i in (*held, after[0])]
             tokens, rows = sum(len(e.tokens) for e in more), sum(e.response_tokens for e in more)

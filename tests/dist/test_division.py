@@ -11,7 +11,7 @@ import torch
 from graftune.batch import Example
 from graftune.settings.sections import LoraConfig
 from graftune.data.loader import Loader
-from graftune.data.pack import capacities, divided, pack, pack_nothing
+from graftune.data.pack import capacities, divided, pack
 from graftune.losses import Anchored, CrossEntropy
 from graftune.ranks import Share
 from graftune.step.evaluate import evaluate
@@ -78,10 +78,10 @@ def test_a_batch_of_nothing_adds_nothing(tiny_folder, loss, fixed: bool) -> None
     ours = oracle.ours(tiny_folder("llama-shallow"), LoraConfig(rank=4), random_b=True)
     data = [Example(torch.randint(3, tiny.VOCAB, (n,)).tolist(), [i > 0 for i in range(n)], n) for n in (9, 20, 31)]
     layout, step = loss.layout(data), Step(ours.decoder, ours.arena, loss=loss)
-    shape = capacities([[0, 1], [2]], [9, 20, 31], [8, 19, 30])._asdict() if fixed else {}
-    step.micro_step(pack(data[:2], layout=layout, **shape))
+    shape = capacities([[0, 1], [2]], [9, 20, 31], [8, 19, 30]) if fixed else None
+    step.micro_step(pack(data[:2], layout=layout, shape=shape))
     before = ours.arena.grads.clone(), step.loss_sum.clone(), step.figure_sums.clone()
-    step.micro_step(pack_nothing(layout, **shape))
+    step.micro_step(pack([], layout=layout, shape=shape))
     after = ours.arena.grads, step.loss_sum, step.figure_sums
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) and before[0].any()
 

@@ -46,14 +46,14 @@ def ready(
     ours.arena.weights.copy_(drawn)
     ours.arena.publish()
     runtime = resolve(device, NAMES[compute], deterministic=deterministic)
-    backend = attention_for(base, runtime, SHAPE["longest"]).backend
-    step = Step(ours.decoder, ours.arena, attention_backend=backend, longest=SHAPE["longest"], **more)
+    backend = attention_for(base, runtime, SHAPE.longest).backend
+    step = Step(ours.decoder, ours.arena, attention_backend=backend, longest=SHAPE.longest, **more)
     return ours, step, DevicePipeline(step, graph) if device == "cuda" else None
 
 
 def gradients(shape: ModelSpec, device: str, **how) -> tuple[float, dict[str, torch.Tensor]]:
     ours, step, _ = ready(shape, graph=False, device=device, **how)
-    step.micro_step(pack(examples(1, 20, 60, 5), **SHAPE).to(torch.device(device)))
+    step.micro_step(pack(examples(1, 20, 60, 5), shape=SHAPE).to(torch.device(device)))
     return float(step.loss_sum), {n: ours.arena.view(n, ours.arena.grads).cpu() for n in ours.arena.slots}
 
 
@@ -112,18 +112,18 @@ def test_a_quantised_base_trains_captured(variant):
 def test_a_delta_net_over_the_blocks_of_a_gguf(kind):
     """In the order of heads that a GGUF has: gradients equal the CPU's, and the step is captured."""
     base = quantised.gguf_base(kind, quantised.delta_spec())
-    batch = pack(examples(1, 20, 60, 5), **SHAPE)
+    batch = pack(examples(1, 20, 60, 5), shape=SHAPE)
     found = []
     for device, backend in (("cuda", "triton"), ("cpu", "cpu")):
         ours = quantised.placed(base, LORA, "keep", device)
-        step = Step(ours.decoder, ours.arena, attention_backend=backend, longest=SHAPE["longest"])
+        step = Step(ours.decoder, ours.arena, attention_backend=backend, longest=SHAPE.longest)
         step.micro_step(batch.to(torch.device(device)))
         found.append({n: ours.arena.view(n, ours.arena.grads).cpu() for n in ours.arena.slots})
     for name, grad in found[1].items():
         assert (found[0][name] - grad).norm() <= 1e-3 * grad.norm(), name
     ours = quantised.placed(base, LORA, "keep", "cuda", torch.bfloat16)
-    backend = attention_for(base, resolve("cuda", "bf16"), SHAPE["longest"]).backend
-    loop = DevicePipeline(Step(ours.decoder, ours.arena, attention_backend=backend, longest=SHAPE["longest"]), True)
+    backend = attention_for(base, resolve("cuda", "bf16"), SHAPE.longest).backend
+    loop = DevicePipeline(Step(ours.decoder, ours.arena, attention_backend=backend, longest=SHAPE.longest), True)
     for _ in range(12):
         run(loop, [examples(0, 40, 60)], lr=5e-3)
     losses = [f.loss for f in loop.finished(wait=True)]

@@ -37,21 +37,21 @@ def test_heads_of_512(dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
 def test_the_blocks_of_a_gguf(kind: str) -> None:
     """Gradients equal the CPU's, and the step is captured."""
     base = quantised.gguf_base(kind, from_config(tiny.config("gemma4") | WIDE, "a test"))
-    batch, found = pack(examples(1, 20, 60, 5), **SHAPE), []
+    batch, found = pack(examples(1, 20, 60, 5), shape=SHAPE), []
     for device in ("cuda", "cpu"):
         ours = quantised.placed(base, LORA, "keep", device)
         runtime = resolve(device, "fp32")
         choose_for_other_heads(ours.decoder, runtime)
-        backend = attention_for(base, runtime, SHAPE["longest"]).backend
-        step = Step(ours.decoder, ours.arena, attention_backend=backend, longest=SHAPE["longest"])
+        backend = attention_for(base, runtime, SHAPE.longest).backend
+        step = Step(ours.decoder, ours.arena, attention_backend=backend, longest=SHAPE.longest)
         step.micro_step(batch.to(torch.device(device)))
         found.append({n: ours.arena.view(n, ours.arena.grads).cpu() for n in ours.arena.slots})
     for name, grad in found[1].items():
         assert (found[0][name] - grad).norm() <= 1e-3 * grad.norm(), name
     ours, runtime = quantised.placed(base, LORA, "keep", "cuda", torch.bfloat16), resolve("cuda", "bf16")
     choose_for_other_heads(ours.decoder, runtime)
-    backend = attention_for(base, runtime, SHAPE["longest"]).backend
-    loop = DevicePipeline(Step(ours.decoder, ours.arena, attention_backend=backend, longest=SHAPE["longest"]), True)
+    backend = attention_for(base, runtime, SHAPE.longest).backend
+    loop = DevicePipeline(Step(ours.decoder, ours.arena, attention_backend=backend, longest=SHAPE.longest), True)
     for _ in range(12):
         run(loop, [examples(0, 40, 60)], lr=5e-3)
     losses = [f.loss for f in loop.finished(wait=True)]

@@ -42,7 +42,7 @@ def test_captured_is_eager_bit_for_bit(loss: Loss, tiny_folder, deterministic: N
         ours, _, loop = ready(tiny_folder("llama"), graph=graph, compute=torch.bfloat16, dropout=0.1, loss=loss)
         for i in range(6):
             groups = weighted(2 * i, 20, 33 + i), weighted(2 * i + 1, 60)
-            batches = [pack(group, layout=loss.layout(group), **SHAPE) for group in groups]
+            batches = [pack(group, layout=loss.layout(group), shape=SHAPE) for group in groups]
             hyper = HYPER | {"divisor": sum(batch.divisor for batch in batches)}
             loop.step([loop.stage(batch) for batch in batches], hyper, [7, 8])
         steps = [figures._replace(tag=None) for figures in loop.finished(wait=True)]
@@ -56,7 +56,7 @@ def test_captured_is_eager_bit_for_bit(loss: Loss, tiny_folder, deterministic: N
 @pytest.mark.parametrize("loss", [CrossEntropy(), Anchored(0.3)], ids=["cross_entropy", "anchored"])
 def test_like_on_a_cpu(loss: Loss, tiny_folder) -> None:
     data = weighted(3, 20, 33)
-    batch = pack(data, layout=loss.layout(data), **SHAPE)
+    batch = pack(data, layout=loss.layout(data), shape=SHAPE)
     ours, step, _ = ready(tiny_folder("llama"), graph=False, loss=loss)
     step.micro_step(batch.to(torch.device("cuda")))
     cpu = oracle.ours(tiny_folder("llama"), ours.lora)

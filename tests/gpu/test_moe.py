@@ -56,7 +56,7 @@ def test_gradients_equal_the_cpus(base_dtype, folder):
 
 def gradients_equal_the_cpus(base_dtype: str, folder: Path) -> None:
     ours, step, _ = ready(folder, torch.float32, False, base_dtype)
-    step.micro_step(pack(examples(1, 20, 33, 5), **SHAPE).to(torch.device("cuda")))
+    step.micro_step(pack(examples(1, 20, 33, 5), shape=SHAPE).to(torch.device("cuda")))
     cpu = oracle.ours(folder, LORA, base_dtype=base_dtype)
     cpu.arena.weights.copy_(ours.arena.weights)
     cpu.arena.publish()

@@ -36,7 +36,7 @@ def maker(folder, compute: torch.dtype, graph: bool = True):
         ours = oracle.ours(folder, LoraConfig(rank=4, alpha=8.0), device="cuda", compute=compute, base_dtype=held)
         width = ours.decoder.spec.attention[0].head_width
         backend = attention.choose(torch.device("cuda"), compute, width, True, False).backend
-        longest = injected.SHAPE["longest"]
+        longest = injected.SHAPE.longest
         step = Step(ours.decoder, ours.arena, attention_backend=backend, longest=longest, dropout=0.1)
         return ours, step, DevicePipeline(step, graph)
 

@@ -61,7 +61,7 @@ def trained(
     _, loop = ready(ours, **how)
     figures = []
     for number in range(steps):
-        packed = [pack(examples(2 * (number % 4) + i, 20, 40), **SHAPE) for i in range(2)]
+        packed = [pack(examples(2 * (number % 4) + i, 20, 40), shape=SHAPE) for i in range(2)]
         hyper = HYPER | {"lr": 2e-3, "divisor": float(sum(b.response_tokens for b in packed))}
         staged = [loop.stage(b) for b in packed]
         torch.cuda.set_sync_debug_mode("error" if number else "default")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from graftune.batch import Example
-from graftune.data.pack import pack
+from graftune.data.pack import Capacities, pack
 from graftune.kernels import attention
 from graftune.model.decoder import Decoder, PackedDocuments
 from graftune.settings.sections import LoraConfig
@@ -17,7 +17,7 @@ from tests.support import oracle, tiny
 
 pytestmark = pytest.mark.gpu
 HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.01, "clip": 1.0}
-SHAPE = {"capacity": 160, "max_docs": 8, "max_rows": 128, "longest": 64}
+SHAPE = Capacities(160, 8, 128, 64)
 
 
 def examples(seed: int, *lengths: int) -> list[Example]:
@@ -54,7 +54,7 @@ def ready(folder, *, graph: bool = True, compute: torch.dtype = torch.float32, d
 
 
 def run(loop, batches, **hyper) -> None:
-    packed = [pack(batch, **SHAPE) for batch in batches]
+    packed = [pack(batch, shape=SHAPE) for batch in batches]
     divisor = float(sum(b.response_tokens for b in packed))
     loop.step([loop.stage(b) for b in packed], HYPER | hyper | {"divisor": divisor}, [7] * len(packed))
 
@@ -130,7 +130,7 @@ def never_waits(loop) -> None:
     """Six steps of unlike documents without a host synchronisation, by one capture."""
     run(loop, [examples(0, 40)])
     run(loop, [examples(1, 12, 60)])
-    staged = [[loop.stage(pack(examples(i, 10 + i, 50 - i), **SHAPE))] for i in range(6)]
+    staged = [[loop.stage(pack(examples(i, 10 + i, 50 - i), shape=SHAPE))] for i in range(6)]
     finished = len(loop.finished(wait=True))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

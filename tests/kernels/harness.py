@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graftune.batch import Example
-from graftune.data.pack import pack
+from graftune.data.pack import Capacities, pack
 from graftune.kernels import launch
 from graftune.step.step import Step
 from tests.support import tiny
@@ -53,7 +53,7 @@ def batch(padded: bool = False) -> Any:
     """Two documents, with or without the padding of a captured step: tokens, an empty slot, rows."""
     tokens = torch.randint(3, tiny.VOCAB, (2, 8), generator=torch.Generator().manual_seed(4)).tolist()
     examples = [Example(t[: 8 - 3 * i], [j > 2 for j in range(8 - 3 * i)]) for i, t in enumerate(tokens)]
-    return pack(examples, capacity=15, max_docs=3, max_rows=9) if padded else pack(examples)
+    return pack(examples, shape=Capacities(15, 3, 9, 15) if padded else None)
 
 
 def stepped(

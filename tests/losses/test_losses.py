@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from graftune.batch import BatchLayout, Example, Field, PackedBatch
-from graftune.data.pack import capacities, pack, plan_epoch
+from graftune.data.pack import Capacities, capacities, pack, plan_epoch
 from graftune.errors import GraftuneError
 from graftune.kernels import linear_cross_entropy
 from graftune.losses import Anchored, CrossEntropy, Loss, choose
@@ -67,7 +67,7 @@ def packed(loss: Loss, data: list[Example], fixed: bool = False) -> PackedBatch:
     if not fixed:
         return pack(data, layout=layout)
     held = capacities([range(len(data))], [len(e.tokens) for e in data], [e.response_tokens for e in data])
-    return pack(data, layout=layout, **held._asdict())
+    return pack(data, layout=layout, shape=held)
 
 
 def of(anchor: float) -> Loss:
@@ -201,7 +201,7 @@ def test_a_batch_travels_with_the_losss_fields() -> None:
             Field("chosen", torch.int64, lambda held: torch.arange(len(held)).numpy() + 5, per="document", padding=-1),
         ),
     )
-    batch = pack(data, layout=layout, capacity=64, max_docs=6, max_rows=33, longest=64)
+    batch = pack(data, layout=layout, shape=Capacities(64, 6, 33, 64))
     flat = BatchBuffer(BatchShape.of(batch))
     host = torch.full((flat.size,), -7)
     flat.fill(host, batch)
@@ -213,7 +213,7 @@ def test_a_batch_travels_with_the_losss_fields() -> None:
     assert extra["chosen"].tolist() == [5, 6, 7, -1, -1, -1] and extra["weights"].dtype == torch.float32
     targets = (batch.labels >= 0).sum()
     assert extra["document"][:targets].tolist() == (batch.rows[:targets] + 1).tolist(), "of the label, not of its row"
-    plain = BatchShape.of(pack(data, capacity=64, max_docs=6, max_rows=33, longest=64))
+    plain = BatchShape.of(pack(data, shape=Capacities(64, 6, 33, 64)))
     assert BatchBuffer(plain).size == 2 * 64 + 2 * 33 + 4
 
 

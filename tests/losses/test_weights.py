@@ -13,7 +13,7 @@ from graftune.batch import Example
 from graftune.data.dataset import Dataset, prepare
 from graftune.data.encoded import has_weights, take, weight_sums_of, weights_of
 from graftune.data.kind import ANSWERS, DataKind
-from graftune.data.pack import pack
+from graftune.data.pack import Capacities, pack
 from graftune.data.pairs import PAIRS, RATED
 from graftune.errors import GraftuneError
 from graftune.losses import CrossEntropy, choose
@@ -115,5 +115,5 @@ def test_stored_weights_are_those_that_were_made() -> None:
         layout = CrossEntropy().layout(made)
         one, two = (pack(take(held, order), layout=layout) for held in (data.examples, made))
         assert one.divisor == two.divisor and one.extra["weights"].tolist() == two.extra["weights"].tolist()
-    batch = pack(made, layout=layout, capacity=20, max_docs=5, max_rows=9, longest=8)
+    batch = pack(made, layout=layout, shape=Capacities(20, 5, 9, 8))
     assert batch.extra["weights"].tolist() == [0.5, 2.0, 1.0, 1.0, 0.25, 0.25, 0.25, 0, 0] and batch.divisor == 5.25

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graftune.batch import Example, PackedBatch
-from graftune.data.pack import pack
+from graftune.data.pack import Capacities, pack
 from graftune.model.frozen import Dense
 from graftune.step.pipeline import Figures, Pipeline
 from graftune.step.step import Step
@@ -19,7 +19,7 @@ from tests.support.oracle import Ours
 
 BAD = 5  # the token
 HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.01, "clip": 1.0}
-SHAPE = {"capacity": 160, "max_docs": 8, "max_rows": 128, "longest": 64}
+SHAPE = Capacities(160, 8, 128, 64)
 STEPS, BAD_STEP = 6, 3  # of the run that has it, from 0
 
 Make = Callable[[], tuple[Ours, Step, Any]]
@@ -49,7 +49,7 @@ def examples(seed: int, *lengths: int, bad: bool = False) -> list[Example]:
 def batches(step: int, *, fixed: bool) -> list[PackedBatch]:
     """Three micro-batches, the second of which has the token in the bad step."""
     parts = [examples(3 * step + i, 20 + i, 31 - step, bad=(step, i) == (BAD_STEP, 1)) for i in range(3)]
-    return [pack(part, **(SHAPE if fixed else {})) for part in parts]
+    return [pack(part, shape=SHAPE if fixed else None) for part in parts]
 
 
 def send(loop: Pipeline, packed: list[PackedBatch], number: int = 0, **hyper: float) -> None:

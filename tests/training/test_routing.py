@@ -9,7 +9,7 @@ import torch
 
 from graftune.api import train
 from graftune.batch import Example
-from graftune.data.pack import pack
+from graftune.data.pack import Capacities, pack
 from graftune.model.feed_forward.experts import Experts
 from graftune.model.feed_forward.routing import FIGURES
 from graftune.observe.console import Console
@@ -32,9 +32,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def figures(ours: oracle.Ours, batches: list[list[Example]], recompute: str, padded: bool) -> Figures:
     pipeline = HostPipeline(Step(ours.decoder, ours.arena, recompute=recompute))
-    shape = {"capacity": 60, "max_docs": 6, "max_rows": 40} if padded else {}
+    shape = Capacities(60, 6, 40, 60) if padded else None
     for number, examples in enumerate(batches):
-        pipeline.micro(pack(examples, **shape), number)
+        pipeline.micro(pack(examples, shape=shape), number)
     pipeline.update(HYPER | {"divisor": 1.0}, {})
     return pipeline.next()
 

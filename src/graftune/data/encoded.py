@@ -258,8 +258,7 @@ def flat(examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray]:
     """All tokens (int64) and flags, one example after the other."""
     if isinstance(examples, Examples):
         store = examples.store
-        stored = np.concatenate([store.part("tokens", "tokens_end", i) for i in examples.stored.tolist()])
-        return split_flags(stored, store.vocabulary)
+        return split_flags(store.arrays["tokens"][token_places(examples)], store.vocabulary)
     total = sum(len(example.tokens) for example in examples)
     tokens = np.fromiter(chain.from_iterable(e.tokens for e in examples), dtype=np.int64, count=total)
     return tokens, np.fromiter(chain.from_iterable(e.supervised for e in examples), dtype=np.bool_, count=total)
@@ -274,14 +273,11 @@ def has_weights(examples: Sequence[Example]) -> bool:
 
 def weights_of(examples: Sequence[Example]) -> np.ndarray:
     """The weight of every token (float32), one example after the other."""
-    found: list[Sequence[float] | np.ndarray | None]
-    if isinstance(examples, Examples):
-        found = [examples.store.weights(i) for i in examples.stored.tolist()]
-    else:
-        found = [example.weights for example in examples]
-    counts = lengths_of(examples).tolist()
-    ones = (np.ones(count) if own is None else own for own, count in zip(found, counts, strict=True))
-    return np.concatenate([np.asarray(own, np.float32) for own in ones])
+    if isinstance(examples, Examples) and WEIGHTS in examples.store.arrays:
+        found = examples.store.arrays[WEIGHTS][token_places(examples)]
+        return np.where(np.isnan(found), np.float32(1), found)
+    weights = chain.from_iterable([1.0] * len(e.tokens) if e.weights is None else e.weights for e in examples)
+    return np.fromiter(weights, np.float32)
 
 
 def numbers_of(examples: Sequence[Example], name: str, missing: float) -> np.ndarray:

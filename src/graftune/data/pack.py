@@ -13,13 +13,14 @@ packed as its layout says. A captured step wants the same shapes every time: `ca
 plan.
 
 Several ranks divide the bins of one plan (`divided`): as many for each, of about the same cost, and where they do not
-come out even some ranks get a bin without examples, whose batch (`pack_nothing`) adds nothing to loss or gradients.
+come out even some ranks get a bin without examples, whose batch is padding alone and adds nothing to loss or gradients.
 What is in a bin and which number it has in its step depends on no rank.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from operator import gt, sub
 from typing import NamedTuple
@@ -38,7 +39,7 @@ TILE = 64  # fixed shapes are multiples of this: the sides that products and att
 
 
 class Capacities(NamedTuple):
-    """A fixed shape, by the names of `pack`'s arguments."""
+    """The fixed shape of a micro-batch."""
 
     capacity: int  # tokens
     max_docs: int  # the documents that padding makes are among them
@@ -82,8 +83,8 @@ def plan_epoch(
 ) -> list[list[list[int]]]:
     """Steps -> micro-batches -> indices into `lengths`; each index once, no micro-batch empty. A step exceeds
     `tokens_per_step` only where a single example (or group) does. `groups`: a number per index; see `groups_of`."""
-    units = units_of(groups, len(lengths))
-    sizes = unit_lengths(lengths, units)
+    bounds = unit_bounds(groups, len(lengths))
+    sizes = unit_sums(lengths, bounds)
     assert micro_capacity > 0 and sizes.max(initial=0) <= micro_capacity, "an example exceeds a bin"
     sizes = sizes.tolist()  # single numbers of an array are slow to take
     order = np.random.default_rng([seed, epoch]).permutation(len(sizes)).tolist()
@@ -97,64 +98,55 @@ def plan_epoch(
             index = order.pop()
             if not step.takes(index, sizes[index]):
                 waiting.append(index)
-        steps.append([members(units, indices) for indices in step.bins if indices])
+        steps.append([members(bounds, units) for units in step.bins if units])
     return steps
 
 
-Units = list[range] | None  # the members of each group, which follow each other; None: each example is its own
-
-
-def units_of(groups: np.ndarray | None, count: int) -> Units:
-    """What is placed as one: each run of equal numbers."""
+def unit_bounds(groups: np.ndarray | None, count: int) -> list[int]:
+    """Where each unit begins, and `count` at the end. A unit is what is placed as one: a run of equal group numbers,
+    or, without groups, a single example."""
     if groups is None:
-        return None
+        return list(range(count + 1))
     assert len(groups) == count, "a group number per example"
-    starts = [0, *(np.flatnonzero(np.diff(groups)) + 1).tolist()] if count else []
-    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], count], strict=True)]
+    return [*np.flatnonzero(np.diff(groups, prepend=groups[:1] - 1)).tolist(), count]
 
 
-def unit_lengths(lengths: Sequence[int] | np.ndarray, units: Units) -> np.ndarray:
-    """Tokens of what is placed as one."""
-    lengths = np.asarray(lengths, dtype=np.int64)
-    return lengths if not units else np.add.reduceat(lengths, [unit.start for unit in units])
+def unit_sums(numbers: Sequence[int] | np.ndarray, bounds: list[int]) -> np.ndarray:
+    """The sum of a number per example over each unit."""
+    return np.add.reduceat(np.asarray(numbers, np.int64), np.asarray(bounds[:-1], np.int64))
+
+
+def members(bounds: list[int], units: Sequence[int]) -> list[int]:
+    """The indices of the examples of these units."""
+    return [index for unit in units for index in range(bounds[unit], bounds[unit + 1])]
+
+
+def bounds_of(examples: Sequence[Example], layout: BatchLayout) -> list[int]:
+    """The same for the groups that a loss asks for."""
+    return unit_bounds(None if layout.groups is None else layout.groups(examples), len(examples))
 
 
 def largest(examples: Sequence[Example], layout: BatchLayout) -> int:
     """Tokens that a micro-batch has to hold at least: those of the longest example, or of the largest group."""
-    units = units_of(None if layout.groups is None else layout.groups(examples), len(examples))
-    return int(unit_lengths(lengths_of(examples), units).max(initial=0))
-
-
-def members(units: Units, numbers: list[int]) -> list[int]:
-    """The indices of the examples of these units."""
-    return numbers if units is None else [index for unit in numbers for index in units[unit]]
+    return int(unit_sums(lengths_of(examples), bounds_of(examples, layout)).max(initial=0))
 
 
 def bins_in_order(
-    examples: Sequence[Example],
-    capacity: int,
-    layout: BatchLayout,
-    *,
-    docs: int | None = None,
-    rows: int | None = None,
+    examples: Sequence[Example], capacity: int, layout: BatchLayout, *, docs: float = math.inf, rows: float = math.inf
 ) -> list[list[int]]:
     """Indices of the examples, in order, as many to a batch as it holds tokens, documents and rows; those of one group
     together. A longer one has a batch of its own."""
-    units = units_of(None if layout.groups is None else layout.groups(examples), len(examples))
-    needs, limits = [lengths_of(examples)], [capacity]
-    if docs is not None:
-        needs, limits = [*needs, np.ones(len(examples), np.int64)], [*limits, docs]
-    if rows is not None:
-        needs, limits = [*needs, responses_of(examples)], [*limits, rows]
+    bounds, limits = bounds_of(examples, layout), (capacity, docs, rows)
+    needs = [unit_sums(lengths_of(examples), bounds), np.diff(bounds), unit_sums(responses_of(examples), bounds)]
     bins: list[list[int]] = []
-    left = [0] * len(limits)  # what the last batch can still take
-    for index, need in enumerate(zip(*(unit_lengths(each, units).tolist() for each in needs), strict=True)):
+    left: list[float] = [0, 0, 0]  # what the last batch can still take
+    for unit, need in enumerate(np.stack(needs, axis=1).tolist()):
         if any(map(gt, need, left)):
             bins.append([])
             left = list(map(max, limits, need))
-        bins[-1].append(index)
+        bins[-1] += members(bounds, [unit])
         left = list(map(sub, left, need))
-    return [members(units, indices) for indices in bins]
+    return bins
 
 
 def bins_within(examples: Sequence[Example], shape: Capacities, layout: BatchLayout) -> list[list[int]]:
@@ -164,8 +156,7 @@ def bins_within(examples: Sequence[Example], shape: Capacities, layout: BatchLay
 
 def largest_units(examples: Sequence[Example], layout: BatchLayout) -> Capacities:
     """The least that holds every example, or every group, alone. Documents of padding are not counted."""
-    units = units_of(None if layout.groups is None else layout.groups(examples), len(examples))
-    alone: Sequence[Sequence[int]] = [[index] for index in range(len(examples))] if units is None else units
+    alone = [range(*bound) for bound in itertools.pairwise(bounds_of(examples, layout))]
     found = capacities(alone, lengths_of(examples), responses_of(examples))
     return found._replace(max_docs=max(map(len, alone)))
 
@@ -232,49 +223,40 @@ def whole_tiles(count: int) -> int:
     return ceil_div(count, TILE) * TILE
 
 
-def pack(
-    examples: Sequence[Example],
-    *,
-    layout: BatchLayout = PLAIN,
-    capacity: int | None = None,
-    max_docs: int | None = None,
-    max_rows: int | None = None,
-    longest: int | None = None,
-) -> PackedBatch:
-    """One micro-batch. Without capacities the shapes are exact; with them (tokens, documents, rows) they are fixed.
+def pack(examples: Sequence[Example], *, layout: BatchLayout = PLAIN, shape: Capacities | None = None) -> PackedBatch:
+    """One micro-batch, in exact shapes or in a fixed one. Without examples it is padding alone, of the least shape if
+    none is given.
 
-    Padding tokens form documents of their own after the real ones, of at most `longest` tokens each, which `max_docs`
-    has to count; documents that are not there have length 0. Padding rows are row 0 with label -1.
-    `layout` is the loss's.
+    Padding tokens form documents of their own after the real ones, of at most `shape.longest` tokens each;
+    documents that are not there have length 0. Padding rows are row 0 with label -1. `layout` is the loss's.
     """
-    assert examples, "a micro-batch holds at least one example"
-    counts = lengths_of(examples).tolist()
-    total = sum(counts)
+    lengths = lengths_of(examples)
+    counts, total = lengths.tolist(), int(lengths.sum())
     assert all(counts), "an example has at least one token"
     tokens, supervised = flat(examples)
-    bounds = np.concatenate([[0], np.cumsum(counts)])
-    positions = np.arange(total) - np.repeat(bounds[:-1], counts)
+    bounds = np.cumsum([0, *counts])
+    positions = np.arange(total) - np.repeat(bounds[:-1], lengths)
     targets = _targets(supervised, bounds)
     rows, labels = targets - 1, tokens[targets]
     real = len(targets)
-    extra = {field.name: field.read(examples) for field in layout.fields}
+    extra = {field.name: field.read(examples) if counts else np.zeros(0) for field in layout.fields}
     extra = {f.name: extra[f.name][targets] if f.per == "label" else extra[f.name] for f in layout.fields}
-    if capacity is not None:
-        assert max_docs is not None and max_rows is not None, "a fixed shape fixes all three capacities"
-        spare = capacity - total
-        assert spare >= 0 and real <= max_rows, "a batch exceeds its capacity"
-        assert longest is None or max(counts) <= longest, "a document is longer than its bound"
-        piece = longest or max(1, spare)
-        padding = [min(piece, spare - start) for start in range(0, spare, piece)]
-        assert len(counts) + len(padding) <= max_docs, "a batch has more documents than its capacity"
+    if shape is None and not counts:
+        shape = Capacities(1, 1, 1, 1)
+    if shape is not None:
+        spare = shape.capacity - total
+        assert spare >= 0 and real <= shape.max_rows, "a batch exceeds its capacity"
+        assert max(counts, default=0) <= shape.longest, "a document is longer than its bound"
+        padding = [min(shape.longest, spare - start) for start in range(0, spare, shape.longest)]
+        assert len(counts) + len(padding) <= shape.max_docs, "a batch has more documents than its capacity"
         tokens = np.pad(tokens, (0, spare))
-        positions = np.concatenate([positions, np.arange(spare) % piece])
-        counts = [*counts, *padding, *[0] * (max_docs - len(counts) - len(padding))]
-        bounds = np.concatenate([[0], np.cumsum(counts)])
-        rows = np.pad(rows, (0, max_rows - real))
-        labels = np.pad(labels, (0, max_rows - real), constant_values=-1)
+        positions = np.concatenate([positions, np.arange(spare) % shape.longest])
+        counts = [*counts, *padding, *[0] * (shape.max_docs - len(counts) - len(padding))]
+        bounds = np.cumsum([0, *counts])
+        rows = np.pad(rows, (0, shape.max_rows - real))
+        labels = np.pad(labels, (0, shape.max_rows - real), constant_values=-1)
         for field in layout.fields:
-            tail = field.length(max_docs, max_rows) - len(extra[field.name])
+            tail = field.length(shape.max_docs, shape.max_rows) - len(extra[field.name])
             extra[field.name] = np.pad(extra[field.name], (0, tail), constant_values=field.padding)
     return PackedBatch(
         tokens=torch.from_numpy(tokens),
@@ -284,7 +266,7 @@ def pack(
         labels=torch.from_numpy(labels.astype(np.int64)),
         lengths=tuple(counts),
         response_tokens=real,
-        divisor=float(real if layout.shares is None else layout.shares(examples).sum()),
+        divisor=float(real if layout.shares is None or not total else layout.shares(examples).sum()),
         extra={field.name: torch.from_numpy(extra[field.name]).to(field.dtype) for field in layout.fields},
     )
 
@@ -301,31 +283,6 @@ def _targets(supervised: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     return np.flatnonzero(supervised)
 
 
-def pack_nothing(
-    layout: BatchLayout = PLAIN,
-    *,
-    capacity: int = 1,
-    max_docs: int = 1,
-    max_rows: int = 1,
-    longest: int = 1,
-) -> PackedBatch:
-    """A micro-batch without examples: padding alone, of a fixed shape or of the least there is."""
-    counts = [min(longest, capacity - start) for start in range(0, capacity, longest)]
-    assert len(counts) <= max_docs, "a batch has more documents than its capacity"
-    counts += [0] * (max_docs - len(counts))
-    padded = {f.name: torch.full((f.length(max_docs, max_rows),), f.padding, dtype=f.dtype) for f in layout.fields}
-    return PackedBatch(
-        tokens=torch.zeros(capacity, dtype=torch.int64),
-        positions=torch.arange(capacity) % longest,
-        cu_seqlens=torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32),
-        rows=torch.zeros(max_rows, dtype=torch.int64),
-        labels=torch.full((max_rows,), -1),
-        lengths=tuple(counts),
-        response_tokens=0,
-        extra=padded,
-    )
-
-
 def pack_bins(
     examples: Sequence[Example],
     bins: Sequence[Sequence[int]],
@@ -336,11 +293,8 @@ def pack_bins(
 ) -> list[PackedBatch]:
     """This rank's share of the bins of a step, packed; without a shape, in exact ones. All ranks have equally many.
     `lengths`: those of all examples."""
-    limits = {} if shape is None else shape._asdict()
     return [
-        pack(take(examples, bins[number]), layout=layout, **limits)
-        if number < len(bins)
-        else pack_nothing(layout, **limits)
+        pack(take(examples, bins[number] if number < len(bins) else []), layout=layout, shape=shape)
         for number in divided(bins, lengths, share)
     ]
 

@@ -11,6 +11,7 @@ of a step by the data, the rest by the plan, or, where there is no planner, to v
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -261,7 +262,7 @@ class BatchFeed:
         parts, settings = self.parts, self.parts.config.train
         if OWN not in parts.shapes:
             docs, rows = settings.documents_per_micro_batch, settings.rows_per_micro_batch
-            bins = bins_in_order(examples, most, layout, docs=docs or None, rows=rows or None)
+            bins = bins_in_order(examples, most, layout, docs=docs or math.inf, rows=rows or math.inf)
             need = capacities(bins, lengths_of(examples), responses_of(examples))
             asked = need._replace(capacity=max(need.capacity, whole_tiles(self.asked_tokens)))
             first = asked.grown(need, most, parts.config.data.max_seq_len)

@@ -27,7 +27,6 @@ from graftune.data.pack import (
     divided,
     pack,
     pack_ahead,
-    pack_nothing,
     targets_of,
 )
 from graftune.losses import Computed, CrossEntropy, Loss, checked, reference_log_probs, reference_of, sums_ahead
@@ -147,14 +146,12 @@ def _batches(
     """This rank's batches of all the data, in order: the number of each, its examples, the batch on the device, and the
     bound on the length of its documents if it has a fixed shape."""
     groups = bins_in_order(examples, capacity, layout)
-    limits, longest, done = {}, None, 0
-    if backend != "cpu" and groups:
-        shape = shape_of(examples, capacity, layout)
-        limits, longest = shape._asdict(), shape.longest
+    shape = shape_of(examples, capacity, layout) if backend != "cpu" and groups else None
+    done = 0
     for number in divided(groups, lengths_of(examples), share):
         group = groups[number] if number < len(groups) else []
-        packed = pack(take(examples, group), layout=layout, **limits) if group else pack_nothing(layout, **limits)
-        yield number, group, packed.to(decoder.device), longest
+        packed = pack(take(examples, group), layout=layout, shape=shape)
+        yield number, group, packed.to(decoder.device), shape.longest if shape else None
         done += len(group)
         between(min(len(examples), done * share.size))
 

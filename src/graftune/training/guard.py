@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 from graftune.data.encoded import take
 from graftune.data.loader import Loader
-from graftune.data.pack import pack, pack_nothing
+from graftune.data.pack import pack
 from graftune.errors import GraftuneError
 from graftune.io.files import remove_at_once
 from graftune.kernels.grad_norm.reference import LEAST_SCALE
@@ -235,7 +235,7 @@ class Guard(Hook):
         for number in self.loader.bins(place.epoch, place.epoch_step):
             indices = bins[number] if number < len(bins) else []
             examples = take(self.loader.examples, indices)
-            batch = pack(examples, layout=layout) if indices else pack_nothing(layout)
+            batch = pack(examples, layout=layout)
             found = first_not_finite(parts.step, batch.to(parts.runtime.device), micro_batch_id(place.step, number))
             if found is not None and not found_first:
                 documents = range(len(indices)) if found.documents is None else found.documents
