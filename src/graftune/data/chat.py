@@ -55,11 +55,9 @@ class Passage(NamedTuple):
     """One example before tokenising. `messages` and `trained` are what it was rendered from, for cutting it shorter."""
 
     text: str
-    spans: tuple[tuple[int, int], ...]  # what is trained, in characters
-    prompts: tuple[int, ...]  # for each span, where the prompt before it ends
+    turns: tuple[Place, ...]  # what is trained, in characters
     messages: list[Message]
     trained: tuple[int, ...]
-    reference: str
     tools: list[Any] | None = None
     notes: tuple[str, ...] = ()
     shortened: bool = False  # whether turns before it were left out
@@ -67,12 +65,17 @@ class Passage(NamedTuple):
     @property
     def prompt(self) -> str:
         """The text a model continues to give the last trained answer."""
-        return self.text[: self.prompts[-1]]
+        return self.text[: self.turns[-1].prompt]
 
     @property
     def asked(self) -> list[Message]:
         """The messages before the last trained answer."""
         return self.messages[: self.trained[-1]]
+
+    @property
+    def reference(self) -> str:
+        """That answer, without blanks around it."""
+        return (self.messages[-1]["content"] or "").strip()
 
 
 @dataclass(frozen=True)
@@ -127,16 +130,13 @@ class ChatTurns:
         tools: list[Any] | None,
     ) -> Passage:
         """The passage with this text, whose trained turns lie there."""
-        spans = tuple([(turn.start, turn.end) for turn in turns])
         notes = {note: None for turn in turns for note in turn.notes}
         answers = {i: text[turn.prompt : turn.end] for i, turn in zip(trained, turns, strict=True)}
         lost = dict.fromkeys(not_rendered(messages, text, answers, self.form.reasoning))
         if NO_REASONING in notes:
             lost.pop(NOT_RENDERED["reasoning"], None)
         notes |= lost
-        reference = (messages[-1]["content"] or "").strip()
-        ends = tuple([turn.prompt for turn in turns])
-        return Passage(text, spans, ends, messages, tuple(trained), reference, tools, tuple(notes))
+        return Passage(text, tuple(turns), messages, tuple(trained), tools, tuple(notes))
 
     def _turn(self, messages: list[Message], tools: list[Any] | None) -> RenderedTurn:
         """The last message as a trained turn."""

@@ -44,14 +44,6 @@ class Built(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-class _Piece(NamedTuple):
-    """A part of a conversation. `each`: its turns are too long each, and become examples of their own."""
-
-    found: Masked
-    each: bool = False
-    cut: bool = False  # whether turns before it are left out
-
-
 class Fitter:
     """Builds the examples of one conversation. Holds what does not change from row to row."""
 
@@ -66,7 +58,7 @@ class Fitter:
         conversation is divided first, so that what is rendered and encoded at a time is about what fits."""
         if len(trained) <= MANY_TURNS:
             return self.turns.passages(messages, tools, trained)
-        return [piece.found.passage._replace(shortened=piece.cut) for piece in self._pieces(messages, tools, trained)]
+        return [piece.passage for piece in self._pieces(messages, tools, trained)]
 
     def finish(self, passage: Passage, tokens: list[int], offsets: Sequence[tuple[int, int]]) -> Iterator[Built]:
         """The examples of a passage whose text was encoded as `tokens`. Those that do not fit are shortened."""
@@ -75,7 +67,7 @@ class Fitter:
             for alone in self.turns.alone(passage):
                 yield from self.finish(alone, *self.encoded(alone.text))
         elif found.size <= self.limit:
-            yield built(found, TURNS if passage.shortened else "")
+            yield built(found)
         else:
             yield from self._without_early_turns(found)
 
@@ -83,123 +75,123 @@ class Fitter:
         """Ids, and the characters of those that are asked for: all of a long text's would take longer than encoding."""
         return self.tokenizer.encode_batch([text])[0]
 
+    def fit(self, answers: list[Masked]) -> bool:
+        return all(one.size <= self.limit for one in answers)
+
     def together(self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int]) -> Masked | None:
         """These turns as one example; None if the template or the tokenizer does not allow it."""
         passage = self.turns.together(messages, tools, trained)
         return passage and self.masker.masked(passage, *self.encoded(passage.text))
 
     def _without_early_turns(self, found: Masked) -> Iterator[Built]:
-        passage, pieces = found.passage, list[_Piece]()
+        passage, pieces = found.passage, list[Masked]()
         messages, trained = passage.messages, passage.trained
         if not start_turns(messages, user_turns(messages)) and (piece := self._too_long(found)):
-            pieces, trained = [piece], trained[: -len(piece.found.ranges)]
+            pieces, trained = [piece], trained[: -len(piece.ranges)]
         for piece in [*self._pieces(messages, passage.tools, trained, too_long=not pieces), *pieces]:
-            if piece.each:
-                yield from map(self._cut_prompt, self._each(piece.found))
-            elif piece.found.size > self.limit:
-                yield self._cut_prompt(piece.found)
+            if piece.size <= self.limit:
+                yield built(piece)
             else:
-                yield built(piece.found, TURNS if piece.cut else "")
+                yield from map(self._cut_prompt, self._each(piece))
 
     def _pieces(
         self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int], too_long: bool = False
-    ) -> list[_Piece]:
+    ) -> list[Masked]:
         """A conversation as examples, in order: from its end, each has as many turns as fit, and what is trained before
-        those is for the next. Answers that do not fit even with nothing before their question come as they are.
-        `too_long`: whether all of it is known not to fit."""
+        those is for the next. Answers that do not fit even with nothing before their question come as they are, those
+        to one question together. `too_long`: whether all of it is known not to fit."""
         users = user_turns(messages)
-        made: list[_Piece] = []
+        made: list[Masked] = []
         left = len(trained)  # turns that are in no piece yet
         while left:
             last = trained[left - 1]
             start, one = self._longest_end(messages[: last + 1], tools, users, whole=bool(made) or not too_long)
-            head, fits = _head(messages) if start else 0, one.size <= self.limit
+            head, fits = head_of(messages) if start else 0, one.size <= self.limit
             first = bisect_right(trained, start, max(0, left - (MOST_TURNS if fits else MOST_ALONE + 1)), left)
-            piece = None
+            piece, alone, most = None, 0, MOST_ALONE
             if left - first > 1:
                 kept = [i - start + head for i in trained[first:left]]
                 several = self.together([*messages[:head], *messages[start : last + 1]], tools, kept)
                 if several is not None and fits:
-                    piece = _Piece(several) if several.size <= self.limit else None
-                elif several is not None:
-                    piece = self._too_long(several)
-            alone, most = len(piece.found.ranges) if piece and piece.each else 0, MOST_ALONE
+                    piece = several if several.size <= self.limit else None
+                elif several is not None and (piece := self._too_long(several)):
+                    alone = len(piece.ranges)
             if piece is None:
                 question = users[bisect_left(users, last) - 1] if users and users[0] < last else -1
-                piece, alone, most = _Piece(one), left - bisect_right(trained, question, 0, left), MOST_RENDERED
+                piece, alone, most = one, left - bisect_right(trained, question, 0, left), MOST_RENDERED
             if alone > most:
                 raise Refusal(
                     "too many answers to one question",
                     f"over {most}, of which each would be an example with all the others before it",
                 )
-            made.append(piece._replace(cut=start > head))
-            left -= len(piece.found.passage.trained)
+            made.append(piece._replace(passage=piece.passage._replace(shortened=start > head)))
+            left -= len(piece.passage.trained)
         return made[::-1]
 
-    def _too_long(self, found: Masked) -> _Piece | None:
+    def _too_long(self, found: Masked) -> Masked | None:
         """The turns of a passage that are too long together with what is before them, like its last one. Their tokens
         are prefixes of the last one's tokens if each turn ends with a control token; None if one does not."""
         passage, ranges = found.passage, found.ranges
         if len(ranges) < 2 or any(found.example.tokens[last - 1] not in self.masker.special for _, last in ranges):
             return None
         fit = sum(last <= self.limit for _, last in ranges[:-1])
-        shown = passage._replace(
-            spans=passage.spans[fit:], prompts=passage.prompts[fit:], trained=passage.trained[fit:]
-        )
-        return _Piece(found._replace(passage=shown, ranges=ranges[fit:]), each=True)
+        shown = passage._replace(turns=passage.turns[fit:], trained=passage.trained[fit:])
+        return found._replace(passage=shown, ranges=ranges[fit:])
 
     def _each(self, found: Masked) -> Iterator[Masked]:
         """Each trained turn of a passage, with what is before it."""
         whole = found.passage
-        for i, span, prompt, place in zip(whole.trained, whole.spans, whole.prompts, found.ranges, strict=True):
-            messages, text = whole.messages[: i + 1], whole.text[: span[1]]
-            reference = (messages[-1]["content"] or "").strip()
-            one = Passage(text, (span,), (prompt,), messages, (i,), reference, whole.tools, whole.notes)
+        for i, turn, place in zip(whole.trained, whole.turns, found.ranges, strict=True):
+            one = Passage(whole.text[: turn.end], (turn,), whole.messages[: i + 1], (i,), whole.tools, whole.notes)
             example = self.masker.example(one, found.example.tokens[: place[1]], [place])
             yield Masked(one, example, [place], found.notes)
 
     def _longest_end(
         self, messages: list[Message], tools: list[Any] | None, users: list[int], *, whole: bool
     ) -> tuple[int, Masked]:
-        """The earliest user turn from which the rest of a conversation fits, with the example of its last turn. The
-        search starts at the end with steps that double, so its cost depends on what fits, not on the conversation's
-        length. `users`: where user turns are. `whole`: whether the conversation may also stay whole."""
-        head, starts = _head(messages), start_turns(messages, users)
+        """The earliest user turn from which the rest of a conversation fits, with the example of its last turn.
+        `users`: where user turns are. `whole`: whether the conversation may also stay whole."""
+        head, starts = head_of(messages), start_turns(messages, users)
         starts = [0, *starts] if whole or not starts else starts
 
-        def last_turn(start: int) -> Masked:
-            ends = [*messages[: head if start else 0], *messages[start:]]
-            found = self.together(ends, tools, [len(ends) - 1])
-            assert found is not None  # one trained turn is always one text
-            return found
+        def last_turn(start: int) -> list[Masked]:
+            return self._last([*messages[: head if start else 0], *messages[start:]], tools)
 
-        fits, step = len(starts) - 1, 1
-        best, worst = last_turn(starts[fits]), -1
-        if best.size > self.limit:
-            return starts[fits], best
-        while fits - worst > 1:
+        start, (one,) = self.earliest(starts, last_turn)
+        return start, one
+
+    def earliest(self, starts: list[int], rendered: Callable[[int], list[Masked]]) -> tuple[int, list[Masked]]:
+        """The earliest of these turns from which all answers fit, with the answers; the last turn where none does. The
+        search starts at the end with steps that double, so its cost depends on what fits, not on the conversation's
+        length. `rendered`: the answers where the conversation begins at a turn."""
+        fits, worst, step = len(starts) - 1, -1, 1
+        best = rendered(starts[fits])
+        while self.fit(best) and fits - worst > 1:
             place = (fits + worst) // 2 if worst >= 0 else max(0, fits - step)
-            found = last_turn(starts[place])
-            if found.size <= self.limit:
+            found = rendered(starts[place])
+            if self.fit(found):
                 fits, best, step = place, found, 2 * step
             else:
                 worst = place
         return starts[fits], best
+
+    def _last(self, messages: list[Message], tools: list[Any] | None) -> list[Masked]:
+        """The last turn of a conversation as an example."""
+        found = self.together(messages, tools, [len(messages) - 1])
+        assert found is not None  # one trained turn is always one text
+        return [found]
 
     def _cut_prompt(self, found: Masked) -> Built:
         """Shortens the prompt of one trained turn until the example fits."""
         start = found.ranges[0][0]
         if found.size - start >= self.limit:
             return Built(None, "", found.passage.reference, [], dropped=TOO_LONG)
-        asked = found.passage.asked
+        passage = found.passage
 
         def rendered(asked: list[Message]) -> list[Masked]:
-            passage = found.passage
-            shorter = self.together([*asked, passage.messages[-1]], passage.tools, [len(asked)])
-            assert shorter is not None  # one trained turn is always one text
-            return [shorter]
+            return self._last([*asked, passage.messages[-1]], passage.tools)
 
-        return (self.cut_question(rendered, asked, [found]) or self.cut_tokens([found], [start]))[0]
+        return (self.cut_question(rendered, passage.asked, [found]) or self.cut_tokens([found], [start]))[0]
 
     def cut_question(
         self, rendered: Callable[[list[Message]], list[Masked]], asked: list[Message], answers: list[Masked]
@@ -219,7 +211,7 @@ class Fitter:
                 answers = rendered([*asked[:place], {**asked[place], "content": kept}, *asked[place + 1 :]])
             except Refusal:  # a template that reads the question; the tokens are cut instead
                 break
-            if all(one.size <= self.limit for one in answers):
+            if self.fit(answers):
                 return [built(one, QUESTION) for one in answers]
         return []
 
@@ -244,10 +236,11 @@ class Fitter:
 
 def built(found: Masked, truncated: str = "") -> Built:
     passage = found.passage
+    truncated = truncated or (TURNS if passage.shortened else "")
     return Built(found.example, passage.prompt, passage.reference, passage.asked, truncated, notes=found.notes)
 
 
-def _head(messages: list[Message]) -> int:
+def head_of(messages: list[Message]) -> int:
     """The number of turns that stay when early turns are left out: the system turn."""
     return 1 if messages[0]["role"] == "system" else 0
 
@@ -258,4 +251,4 @@ def user_turns(messages: list[Message]) -> list[int]:
 
 def start_turns(messages: list[Message], users: list[int]) -> list[int]:
     """The user turns at which a shortened conversation may begin."""
-    return users[bisect_left(users, _head(messages) + 1) : bisect_left(users, len(messages) - 1)]
+    return users[bisect_left(users, head_of(messages) + 1) : bisect_left(users, len(messages) - 1)]

@@ -58,20 +58,20 @@ class Masker:
         """The passage, whose text was encoded as `tokens`, as an example. None: a token lies across the border of one
         of several turns, so each of them must become an example of its own."""
         ranges, notes = [], passage.notes
-        for prompt, (start, end) in zip(passage.prompts, passage.spans, strict=True):
-            first, whole = border(offsets, prompt)
+        for turn in passage.turns:
+            first, whole = border(offsets, turn.prompt)
             if not whole and tokens[first] in self.special:
                 first, whole = first + 1, True  # a control token that takes the blanks after it (Phi-3's do)
-            last, closed = border(offsets, end)
-            if not (whole and closed and self._as_inference(passage.text, prompt, tokens, first)):
-                if len(passage.spans) > 1:
+            last, closed = border(offsets, turn.end)
+            if not (whole and closed and self._as_inference(passage.text, turn.prompt, tokens, first)):
+                if len(passage.turns) > 1:
                     return None
                 tokens, answer, first = self._parted(passage, tokens, offsets, first, whole)
                 last, notes = len(tokens), (*notes, ACROSS)
-                if start > prompt:
-                    first += border(answer, start - prompt)[0]
-            elif start > prompt:  # reasoning that is not trained: a token with a letter of the answer in it is
-                first = max(first, border(offsets, start)[0])
+                if turn.start > turn.prompt:
+                    first += border(answer, turn.start - turn.prompt)[0]
+            elif turn.start > turn.prompt:  # untrained reasoning: a token with a letter of the answer in it is trained
+                first = max(first, border(offsets, turn.start)[0])
             ranges.append((first, last))
         return Masked(passage, self.example(passage, tokens, ranges), ranges, notes)
 
@@ -100,7 +100,7 @@ class Masker:
         """Encode so that the prompt has the tokens that inference gives it: all tokens, the character ranges of the
         answer's tokens, and the number of prompt tokens. `first` is the first token of the whole text that has a
         character of the answer; `whole`: it has no character of the prompt."""
-        place = passage.prompts[0]
+        place = passage.turns[0].prompt
         prompt = self.tokenizer.encode(passage.text[:place])
         shown = self.tokenizer.decode(tokens)
         rest = [(start - place, end - place) for start, end in offsets[first + (not whole) :]]

@@ -9,12 +9,11 @@ never cut: where one does not fit, the row is refused.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
 from graftune.data.chat import Passage
-from graftune.data.fit import TOO_LONG, TURNS, Built, Fitter, built, start_turns, user_turns
+from graftune.data.fit import TOO_LONG, TURNS, Built, Fitter, built, head_of, start_turns, user_turns
 from graftune.data.mask import Masked
 from graftune.data.record import Message
 from graftune.data.row import Refusal
@@ -30,7 +29,7 @@ def fit_together(fitter: Fitter, passages: Sequence[Passage], encoded: Sequence[
     if len(answers) < len(passages):
         raise Refusal(INCOMPLETE, SEVERAL)
     starts = _checked(fitter, answers)
-    if _fit(fitter, answers):
+    if fitter.fit(answers):
         return [built(one) for one in answers]
     if max(one.size - start for one, start in zip(answers, starts, strict=True)) >= fitter.limit:
         raise Refusal(TOO_LONG)
@@ -51,24 +50,13 @@ def fit_together(fitter: Fitter, passages: Sequence[Passage], encoded: Sequence[
         return made
 
     asked, shorter = messages[:first], answers
-    head = asked[:1] if asked[0]["role"] == "system" else []
-    beginnings = start_turns(messages[: first + 1], user_turns(asked))
-    tried: dict[int, list[Masked]] = {}
-
-    def fits(start: int) -> bool:
-        tried[start] = rendered([*head, *messages[start:first]])
-        return _fit(fitter, tried[start])
-
-    if beginnings:
-        fitting = bisect_left(beginnings, True, key=fits)
-        if fitting < len(beginnings):
-            return [built(one, TURNS) for one in tried[beginnings[fitting]]]
-        asked, shorter = [*head, *messages[beginnings[-1] : first]], tried[beginnings[-1]]
+    if starts_of_turns := start_turns(messages[: first + 1], user_turns(asked)):
+        head = asked[: head_of(asked)]
+        begin, shorter = fitter.earliest(starts_of_turns, lambda start: rendered([*head, *messages[start:first]]))
+        if fitter.fit(shorter):
+            return [built(one, TURNS) for one in shorter]
+        asked = [*head, *messages[begin:first]]
     return fitter.cut_question(rendered, asked, shorter) or fitter.cut_tokens(answers, starts)
-
-
-def _fit(fitter: Fitter, answers: list[Masked]) -> bool:
-    return all(one.size <= fitter.limit for one in answers)
 
 
 def _checked(fitter: Fitter, answers: list[Masked]) -> list[int]:
@@ -88,7 +76,7 @@ def _checked(fitter: Fitter, answers: list[Masked]) -> list[int]:
 def _start(fitter: Fitter, answer: Masked) -> int:
     """Tokens before an answer, which begins with reasoning that is not trained. The masker has made sure that the
     prompt's tokens are those of the prompt alone."""
-    passage = answer.passage
-    if passage.spans[0][0] == passage.prompts[0]:
+    turn = answer.passage.turns[0]
+    if turn.start == turn.prompt:
         return answer.ranges[0][0]
-    return len(fitter.encoded(passage.text[: passage.prompts[0]])[0])
+    return len(fitter.encoded(answer.passage.text[: turn.prompt])[0])
