@@ -194,8 +194,9 @@ def same(left: PackedBatch, right: PackedBatch) -> bool:
 @pytest.mark.parametrize("fixed", [False, True])
 def test_loader_resumes_by_epoch_and_step(fixed: bool) -> None:
     def make() -> Loader:
-        loader = Loader(some_examples(), tokens_per_step=128, micro_capacity=64, seed=7, fixed=fixed)
-        loader.capacities(3)
+        loader = Loader(some_examples(), tokens_per_step=128, micro_capacity=64, seed=7)
+        if fixed:
+            loader.fix(loader.capacities(3))
         return loader
 
     straight = list(make().epoch(1))
@@ -210,10 +211,9 @@ def test_loader_resumes_by_epoch_and_step(fixed: bool) -> None:
 
 
 def test_fixed_shapes_are_the_capacities() -> None:
-    loader = Loader(some_examples(), tokens_per_step=128, micro_capacity=64, seed=7, fixed=True)
-    with pytest.raises(AssertionError, match="capacities"):
-        next(loader.epoch(0))
-    tokens, docs, rows, longest = loader.capacities(2)
+    loader = Loader(some_examples(), tokens_per_step=128, micro_capacity=64, seed=7)
+    tokens, docs, rows, longest = shape = loader.capacities(2)
+    loader.fix(shape)
     shapes = {
         (len(batch.tokens), len(batch.cu_seqlens), len(batch.rows))
         for epoch in range(2)
@@ -227,9 +227,10 @@ def test_fixed_shapes_are_the_capacities() -> None:
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_a_steps_counts_leave_padding_out(fixed: bool) -> None:
-    loader = Loader(some_examples(), tokens_per_step=128, micro_capacity=64, seed=7, fixed=fixed)
-    loader.capacities(2)
-    exact = Loader(some_examples(), tokens_per_step=128, micro_capacity=64, seed=7, fixed=False)
+    loader = Loader(some_examples(), tokens_per_step=128, micro_capacity=64, seed=7)
+    if fixed:
+        loader.fix(loader.capacities(2))
+    exact = Loader(some_examples(), tokens_per_step=128, micro_capacity=64, seed=7)
     for number, (step, plain) in enumerate(zip(loader.epoch(1), exact.epoch(1), strict=True)):
         tokens, responses = loader.counts(1, number)
         assert tokens == sum(len(b.tokens) for b in plain)
@@ -237,7 +238,7 @@ def test_a_steps_counts_leave_padding_out(fixed: bool) -> None:
 
 
 def test_batches_are_staged_in_the_packing_thread() -> None:
-    loader = Loader(some_examples(), tokens_per_step=128, micro_capacity=64, seed=7, fixed=False)
+    loader = Loader(some_examples(), tokens_per_step=128, micro_capacity=64, seed=7)
     threads: set[str] = set()
 
     def stage(batch: PackedBatch) -> tuple[str, PackedBatch]:
@@ -250,7 +251,7 @@ def test_batches_are_staged_in_the_packing_thread() -> None:
 
 
 def test_errors_in_the_packing_thread_surface_and_no_thread_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = Loader(some_examples(), tokens_per_step=64, micro_capacity=64, seed=7, fixed=False)
+    loader = Loader(some_examples(), tokens_per_step=64, micro_capacity=64, seed=7)
     before = threading.active_count()
     steps = loader.epoch(0)
     next(steps)
@@ -308,7 +309,7 @@ def test_bins_within_a_shape_can_be_packed_in_it() -> None:
 
 def test_the_examples_that_a_short_run_reads() -> None:
     data = [Example([5] * 10, [False] * 5 + [True] * 5) for _ in range(20)]
-    loader = Loader(data, tokens_per_step=40, micro_capacity=20, seed=3, fixed=False)
+    loader = Loader(data, tokens_per_step=40, micro_capacity=20, seed=3)
     first = sorted(i for step in loader.plan(0)[:2] for held in step for i in held)
     assert loader.used(2) == first and len(first) == 8
     assert loader.used(5) == loader.used(9) == list(range(20)) and loader.used(0) == []

@@ -50,8 +50,9 @@ def test_costs_are_balanced() -> None:
 @pytest.mark.parametrize("fixed", [False, True])
 def test_ranks_pack_what_one_rank_packs(fixed: bool) -> None:
     def made(share: Share) -> Loader:
-        loader = Loader(some_examples(), tokens_per_step=300, micro_capacity=64, seed=7, fixed=fixed, share=share)
-        loader.capacities(2)
+        loader = Loader(some_examples(), tokens_per_step=300, micro_capacity=64, seed=7, share=share)
+        if fixed:
+            loader.fix(loader.capacities(2))
         return loader
 
     whole, parts = made(Share()), [made(Share(rank, 3)) for rank in range(3)]

@@ -91,9 +91,11 @@ def trained(name: str, base: oracle.Ours, *, graph: bool, stored: bool = False, 
         buffer.zero_()
     base.arena.publish()
     _, loop = device_loop(base, graph=graph, loss=loss, **more)
-    how = {"tokens_per_step": 10_000, "micro_capacity": 60, "seed": 3, "fixed": True, "layout": loss.layout(examples)}
+    how = {"tokens_per_step": 10_000, "micro_capacity": 60, "seed": 3, "layout": loss.layout(examples)}
     loader = Loader(examples, **how)  # type: ignore[arg-type]
-    shape, ahead = loader.capacities(1), loader.ahead_shape
+    shape = loader.capacities(1)
+    loader.fix(shape)
+    ahead = loader.ahead_shape
     loop.bound_documents(shape.longest, ahead.longest if ahead else 0)
     assert (ahead is not None) == (name == "kto")
     for number in range(steps):

@@ -38,11 +38,9 @@ def test_dpo_is_one_class(reference: Literal["base", "start"], fixed: bool, tiny
         ours.arena.view(name, ours.arena.weights).add_(0.05 * torch.randn(ours.arena.slots[name].shape))
     ours.arena.publish()
     step = Step(ours.decoder, ours.arena, loss=loss, longest=64, start=start)
-    loader = Loader(
-        data, tokens_per_step=1000, micro_capacity=64, seed=3, fixed=fixed, layout=loss.layout(data)
-    )  # fmt: skip
+    loader = Loader(data, tokens_per_step=1000, micro_capacity=64, seed=3, layout=loss.layout(data))
     if fixed:
-        loader.capacities(1)
+        loader.fix(loader.capacities(1))
     (micro_batches,) = loader.epoch(0)
     assert len(micro_batches) > 2 and loader.divisor(0, 0) == 7 == sum(batch.divisor for batch in micro_batches)
     for batch in micro_batches:
@@ -84,7 +82,7 @@ def test_groups_are_the_datas(tiny_folder: Callable[[str], Path]) -> None:
     """Not every second example: pairs follow each other in any order of the data, and a broken one is refused."""
     data, loss = pairs(5), Dpo()
     shuffled = [data[2 * pair + member] for pair in (3, 0, 4, 1, 2) for member in (0, 1)]
-    loader = Loader(shuffled, tokens_per_step=99, micro_capacity=50, seed=1, fixed=False, layout=loss.layout(shuffled))
+    loader = Loader(shuffled, tokens_per_step=99, micro_capacity=50, seed=1, layout=loss.layout(shuffled))
     held = [[shuffled[index].group for index in bin] for step in loader.plan(0) for bin in step]
     assert sorted(group for bin in held for group in bin) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert all(bin[::2] == bin[1::2] for bin in held), "no pair is divided"

@@ -42,9 +42,10 @@ def loss_of(name: str) -> Loss:
 def stepped(ours: oracle.Ours, loss: Loss, data: list[Example], capacity: int, fixed: bool) -> dict[str, Any]:
     """One optimizer step without its update: means and gradients."""
     layout = loss.layout(data)
-    loader = Loader(data, tokens_per_step=10_000, micro_capacity=capacity, seed=3, fixed=fixed, layout=layout)
-    longest = loader.capacities(1).longest if fixed else None
-    step = Step(ours.decoder, ours.arena, loss=loss, longest=longest)
+    loader = Loader(data, tokens_per_step=10_000, micro_capacity=capacity, seed=3, layout=layout)
+    if fixed:
+        loader.fix(loader.capacities(1))
+    step = Step(ours.decoder, ours.arena, loss=loss, longest=loader.shape.longest if loader.shape else None)
     (micro_batches,) = loader.epoch(0)
     pipeline = HostPipeline(step)
     for batch in micro_batches:
@@ -105,7 +106,7 @@ def test_kl_lasts_for_one_step(model: Model) -> None:
     """The update clears it, and a step without desirable answers reports no mean of them."""
     ours, loss, data = model("qwen3"), loss_of("kto"), preferred.rated()[1:3]
     weights = ours.arena.weights.clone()
-    loader = Loader(data, tokens_per_step=999, micro_capacity=99, seed=3, fixed=False, layout=loss.layout(data))
+    loader = Loader(data, tokens_per_step=999, micro_capacity=99, seed=3, layout=loss.layout(data))
     (batches,), step = loader.epoch(0), Step(ours.decoder, ours.arena, loss=loss)
     pipeline = HostPipeline(step)
     pipeline.micro(pipeline.stage(batches[0]), 0)

@@ -106,7 +106,7 @@ def losses(
     arena.publish() if full else initialise(arena, lora, SEED)
     step = Step(decoder, arena, dropout=dropout, seed=SEED)
     loop, found = HostPipeline(step), list[float]()
-    loader = Loader(examples(), tokens_per_step=tokens, micro_capacity=32, seed=SEED, fixed=False)
+    loader = Loader(examples(), tokens_per_step=tokens, micro_capacity=32, seed=SEED)
     for epoch in range(STEPS):
         for number, batches in enumerate(loader.epoch(epoch)):
             hyper = hyperparameters(OPTIM)

@@ -26,7 +26,7 @@ def as_packed(batch: PackedBatch) -> PackedBatch:
 
 
 class Loader:
-    """`fixed`: every micro-batch has the shapes of `capacities`, which a captured step needs; otherwise exact ones.
+    """Micro-batches have exact shapes, or one that holds them all once it is fixed, which a captured step needs.
     `layout`: what the loss asks of the batches. `share`: of every step, where several ranks divide it."""
 
     def __init__(
@@ -36,18 +36,17 @@ class Loader:
         tokens_per_step: int,
         micro_capacity: int,
         seed: int,
-        fixed: bool,
         layout: BatchLayout = PLAIN,
         share: Share = WHOLE,
     ):
         assert examples, "a loader needs examples"
-        self.examples, self.fixed, self.layout, self.share = examples, fixed, layout, share
+        self.examples, self.layout, self.share = examples, layout, share
         self.tokens_per_step, self.micro_capacity, self.seed = tokens_per_step, micro_capacity, seed
         self.lengths, self.responses = lengths_of(examples), responses_of(examples)
         self.shares = self.responses if layout.shares is None else layout.shares(examples)
         self.groups = None if layout.groups is None else layout.groups(examples)
-        self._limits: Capacities | None = None
-        self.ahead_shape: Capacities | None = None  # of the batches ahead of a step, once the shapes are fixed
+        self.shape: Capacities | None = None  # of every micro-batch, once it is fixed
+        self.ahead_shape: Capacities | None = None  # of the batches ahead of a step
         self._planned: tuple[int, list[list[list[int]]]] | None = None
         self._steps: dict[int, int] = {}
 
@@ -93,15 +92,13 @@ class Loader:
         return sorted(found)
 
     def capacities(self, epochs: int) -> Capacities:
-        """What holds every micro-batch of the first `epochs` epochs; fixes the shapes."""
+        """What holds every micro-batch of the first `epochs` epochs."""
         bins = (indices for epoch in range(epochs) for step in self.plan(epoch) for indices in step)
-        shape = capacities(bins, self.lengths, self.responses)
-        self.fix(shape)
-        return shape
+        return capacities(bins, self.lengths, self.responses)
 
     def fix(self, shape: Capacities) -> None:
         """Fix the shapes to one that holds every micro-batch."""
-        self._limits = shape
+        self.shape = shape
         if self.layout.ahead is not None:
             self.ahead_shape = ahead_capacities(shape, self.layout.ahead.longest(self.examples))
 
@@ -112,8 +109,6 @@ class Loader:
         them."""
         steps = self.plan(epoch)
         assert 0 <= start_step <= len(steps), (start_step, len(steps))
-        if self.fixed:
-            assert self._limits is not None, "ask for capacities(epochs) first: they fix the shapes"
         # Leaving the loop early closes the generator, which waits for the one step being packed and ends the thread.
         with ThreadPoolExecutor(1, thread_name_prefix="graftune-pack") as worker:
             coming = worker.submit(self._staged, steps[start_step], stage) if start_step < len(steps) else None
@@ -124,12 +119,9 @@ class Loader:
                 yield batches
 
     def _staged(self, step: list[list[int]], stage: Callable[[PackedBatch], Any]) -> list[Any]:
-        packed = pack_bins(
-            self.examples, step, self.lengths, self.layout, self.share, self._limits if self.fixed else None
-        )
+        packed = pack_bins(self.examples, step, self.lengths, self.layout, self.share, self.shape)
         if self.layout.ahead is not None:
             # In the order of the data, which does not depend on how the step is divided.
             whole = take(self.examples, sorted(itertools.chain.from_iterable(step)))
-            shape = self.ahead_shape if self.fixed else None
-            packed[0].ahead = pack_ahead(whole, self.layout, self.micro_capacity, self.share, shape)
+            packed[0].ahead = pack_ahead(whole, self.layout, self.micro_capacity, self.share, self.ahead_shape)
         return [stage(batch) for batch in packed]

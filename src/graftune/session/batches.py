@@ -169,7 +169,7 @@ class BatchFeed:
             tokens, responses = loader.counts(epoch, index)
             packed, staged = zip(*held, strict=True)
             position, divisor = DataPosition(epoch, index + 1, digest), loader.divisor(epoch, index)
-            yield Batch(packed, tokens, responses, divisor, position, staged, loader, loss, loader.fixed)
+            yield Batch(packed, tokens, responses, divisor, position, staged, loader, loss, loader.shape is not None)
             parts.check_open()
 
     def loader_for(self, data: Dataset) -> Loader:
@@ -186,8 +186,7 @@ class BatchFeed:
             if least > asked:
                 parts.say(f"micro-batches have {least} tokens, as the longest example, where {asked} were asked for")
             size = max(asked, least)
-            how = {"fixed": parts.fixed_shapes, "layout": layout, "share": parts.share}
-            self._loaded = data, loss, loader_of(parts.config, examples, size, **how)  # type: ignore[arg-type]
+            self._loaded = data, loss, loader_of(parts.config, examples, size, layout=layout, share=parts.share)
         return self._loaded[2]
 
     def resolve_auto(self, data: Dataset | None, layout: BatchLayout) -> None:

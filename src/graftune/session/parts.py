@@ -70,7 +70,6 @@ def loader_of(
     examples: Sequence[Example],
     capacity: int,
     *,
-    fixed: bool = True,
     layout: BatchLayout | None = None,
     share: Share = WHOLE,
 ) -> Loader:
@@ -81,7 +80,6 @@ def loader_of(
         tokens_per_step=settings.step_tokens,
         micro_capacity=capacity,
         seed=settings.seed,
-        fixed=fixed,
         layout=layout or choose(settings).layout(examples),
         share=share,
     )
@@ -229,11 +227,11 @@ class Parts:
 
     def loader(self, examples: Sequence[Example]) -> Loader:
         capacity, layout = self.config.train.tokens_per_micro_batch, self.loss.layout(examples)
-        return loader_of(self.config, examples, capacity, fixed=self.fixed_shapes, layout=layout, share=self.share)
+        return loader_of(self.config, examples, capacity, layout=layout, share=self.share)
 
     def fix_shape(self, loader: Loader, epochs: float) -> Capacities | None:
         """Fix the shape of every micro-batch of this many epochs; None where batches keep their exact shapes."""
-        if not loader.fixed:
+        if not self.fixed_shapes:
             return None
         shape = self.shape_for("data sets", loader.capacities(math.ceil(epochs)), loader.micro_capacity)
         loader.fix(shape)
