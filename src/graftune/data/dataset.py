@@ -157,11 +157,9 @@ class Dataset:
         if not 0 < count < len(self):
             return self
         groups = groups_of(self.examples)
-        alone = np.where(groups < 0, -1 - np.arange(len(self)), groups)
-        units, unit_of, sizes = np.unique(alone, return_inverse=True, return_counts=True)
+        alone = groups.max() + 1 + np.arange(len(self))
+        units, unit_of, sizes = np.unique(np.where(groups < 0, alone, groups), return_inverse=True, return_counts=True)
         order = np.random.default_rng([seed, 0xE7A1]).permutation(len(units))
-        if len(units) == len(self):  # nothing belongs together
-            return self.subset(np.sort(order[:count]))
         taken = order[: max(1, int((np.cumsum(sizes[order]) <= count).sum()))]
         return self.subset(np.flatnonzero(np.isin(unit_of, taken)))
 

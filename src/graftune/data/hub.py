@@ -40,7 +40,8 @@ def files_of(source: Source, note: Callable[[str], None]) -> list[tuple[Path, st
         except GraftuneError:
             raise _nothing(where, names) from None
         revision, names = folder.name, _listed(repo, folder)
-        chosen = _of_converted(names, subset, split, where)
+        configs = _converted_configs(names)
+        chosen = _chosen(configs, names, subset, split, where) if configs else []
         note(f"{where}: read from the Hub's own conversion to Parquet")
     if not chosen:
         raise _nothing(where, names)
@@ -124,14 +125,12 @@ def _config(configs: list[dict[str, Any]], subset: str, where: str) -> dict[str,
         if name in by_name:
             return by_name[name]
     if len(by_name) > 1:
-        raise _several(where, list(by_name))
+        raise GraftuneError(
+            f"has the subsets {listed(list(by_name))}",
+            where=where,
+            fix=f"name one with subset, or as {where}/{next(iter(by_name))}",
+        )
     return configs[0]
-
-
-def _several(where: str, subsets: Sequence[str]) -> GraftuneError:
-    return GraftuneError(
-        f"has the subsets {listed(subsets)}", where=where, fix=f"name one with subset, or as {where}/{subsets[0]}"
-    )
 
 
 def _splits(config: dict[str, Any], data: Sequence[str]) -> Splits:
@@ -156,19 +155,14 @@ def _pattern(text: str) -> re.Pattern[str]:
     return re.compile("".join(meanings.get(part, re.escape(part)) for part in parts))
 
 
-def _of_converted(names: Sequence[str], subset: str, split: str, where: str) -> list[str]:
-    """The Hub's own layout: SUBSET/SPLIT/0000.parquet, partial-SPLIT where it stopped after some gigabytes."""
-    found: dict[str, Splits] = {}
-    for name in names:
-        parts = name.split("/")
-        if len(parts) == 3 and format_of(name):
-            found.setdefault(parts[0], {}).setdefault(parts[1].removeprefix("partial-"), []).append(name)
-    if subset and subset not in found:
-        raise GraftuneError(f"has no subset {subset!r}", where=where, fix=f"it has {listed(sorted(found))}")
-    if not subset and len(found) > 1 and "default" not in found:
-        raise _several(where, sorted(found))
-    chosen = subset or ("default" if "default" in found else next(iter(found), ""))
-    return files_of_split(found[chosen], split, where) if chosen else []
+def _converted_configs(names: Sequence[str]) -> list[dict[str, Any]]:
+    """The Hub's own layout as a README says it: SUBSET/SPLIT/0000.parquet, partial-SPLIT where it stopped after some
+    gigabytes."""
+    configs: dict[str, list[dict[str, str]]] = {}
+    for folder in dict.fromkeys(str(Path(name).parent) for name in names if format_of(name) and name.count("/") == 2):
+        subset, split = folder.split("/")
+        configs.setdefault(subset, []).append({"split": split.removeprefix("partial-"), "path": f"{folder}/*"})
+    return [{"config_name": subset, "data_files": entries} for subset, entries in configs.items()]
 
 
 def _nothing(where: str, names: Sequence[str]) -> GraftuneError:

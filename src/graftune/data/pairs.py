@@ -134,8 +134,7 @@ def _parts(
         taken = [asked, *(own[name] for name in extras if name == "history" or normal(asked) == "instruction")]
         return {name: row[name] for name in taken}, answers, set(taken)
     if chat:
-        turns = parsed(row[chat], f"in column {chat!r}") if isinstance(row[chat], str) else row[chat]
-        return {"prompt": turns}, answers, {chat}
+        return {"prompt": parsed(row[chat], f"in column {chat!r}")}, answers, {chat}
     raise Refusal("missing key", f"a prompt beside {sides[0]!r} and {sides[1]!r}, or whole conversations in them")
 
 

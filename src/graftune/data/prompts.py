@@ -70,7 +70,7 @@ def prompt_of(row: dict[str, Any], key: int = 0, place: str = "") -> PromptRow:
         raise Refusal("missing key", "a row has a prompt, a question or messages; or name the column with map")
     given = row[own[name]]
     if name in CHATS or isinstance(given, list):
-        given = turns = _before_answer(parsed(given, f"in {own[name]!r}") if isinstance(given, str) else given)
+        given = turns = _before_answer(parsed(given, f"in {own[name]!r}"))
         record = {"messages": [*turns, {"role": "assistant", "content": _ANSWER}]}
     else:
         extra = {other: row[own[other]] for other in EXTRAS if name == "instruction" and other in own}

@@ -181,8 +181,7 @@ def _tools(row: dict[str, Any], plan: ColumnPlan) -> tuple[list[Any] | None, tup
     tools = _nested(row, plan.tools) if plan.tools else None
     if tools is None or (isinstance(tools, str) and not tools.strip()):
         return None, ()
-    if isinstance(tools, str):
-        tools = parsed(tools, f"in {plan.tools!r}")
+    tools = parsed(tools, f"in {plan.tools!r}")
     if not isinstance(tools, list):
         raise Refusal("wrong type", f"{plan.tools!r} must be a list, is {type_name(tools)}")
     if not all(isinstance(tool, dict) for tool in tools):

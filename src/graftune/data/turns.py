@@ -134,7 +134,7 @@ class Turns:
             what = next(name for name in ("tool_calls", "function_call", "refusal") if turn.get(name))
             raise Refusal(f"{what} in a turn that is not the assistant's", f"message {place}")
         if turn.get("tool_calls"):
-            calls = self._json(turn["tool_calls"], f"in the tool_calls of message {place}")
+            calls = parsed(turn["tool_calls"], f"in the tool_calls of message {place}")
             if not isinstance(calls, list):
                 raise Refusal("wrong type", f"the tool_calls of message {place} must be a list of objects")
             message["tool_calls"] = [self._call(call, place) for call in calls]
@@ -149,7 +149,7 @@ class Turns:
 
     def _spoken_calls(self, content: str | None, place: int) -> list[Message]:
         """A turn of the speaker function_call: its text is one call, or a list of them, in JSON."""
-        calls = self._json(content or "", f"in the function call of turn {place}")
+        calls = parsed(content or "", f"in the function call of turn {place}")
         return [self._call(call, place) for call in (calls if isinstance(calls, list) else [calls])]
 
     def _call(self, call: object, place: int) -> Message:
@@ -161,7 +161,7 @@ class Turns:
         arguments = holder.get("arguments", holder.get("parameters", {}))
         if isinstance(arguments, str):
             text = arguments if arguments.strip() else "{}"
-            arguments = self._json(text, f"in a tool call's arguments, message {place}")
+            arguments = parsed(text, f"in a tool call's arguments, message {place}")
         check_depth(arguments, f"a tool call's arguments, message {place}")
         # Keys keep their order: some templates print the whole call as JSON.
         bare = holder is call
@@ -169,10 +169,6 @@ class Turns:
         function = given | {"arguments": {} if arguments is None else arguments}
         outer = {k: v for k, v in call.items() if k == "function" or (k in _OUTER and isinstance(v, str))}
         return ({} if "type" in outer else {"type": "function"}) | outer | {"function": function}
-
-    @staticmethod
-    def _json(value: object, where: str) -> Any:
-        return parsed(value, where) if isinstance(value, str) else value
 
 
 def check_media(value: object, what: str, where: str) -> None:
@@ -198,10 +194,10 @@ def unknown_role(role: str, place: int) -> Refusal:
     return Refusal("unknown role", f"message {place} has the role {quoted(role)}; {advice}")
 
 
-def parsed(text: str, where: str) -> Any:
-    """JSON inside a value; `where` says in which."""
+def parsed(value: Any, where: str) -> Any:
+    """What a text says in JSON; any other value as it is. `where` is for messages."""
     try:
-        return json.loads(text)
+        return json.loads(value) if isinstance(value, str) else value
     except RecursionError:
         raise Refusal("broken JSON", f"{where} (nested too deeply)") from None
     except ValueError:

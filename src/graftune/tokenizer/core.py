@@ -209,7 +209,7 @@ class Tokenizer:
             with guarded("encode the texts"):
                 found = backend.encode_batch_fast(texts, add_special_tokens=False)
             for text, ids in zip(texts, [encoding.ids for encoding in found], strict=True):
-                made.append((ids, ByteOffsets(ids, text, sizes, self._with_offsets)))
+                made.append((ids, ByteOffsets(ids, text, sizes, functools.partial(self._run, backend))))
         else:
             with guarded("encode the texts"):
                 found = backend.encode_batch(texts, add_special_tokens=False)
@@ -219,10 +219,6 @@ class Tokenizer:
             for ids, _ in made:
                 self._check_rows(ids)
         return made
-
-    def _with_offsets(self, text: str) -> tokenizers.Encoding:
-        with guarded("encode this text"):
-            return self._untrimmed.encode(text, add_special_tokens=False)
 
     @functools.cached_property
     def _byte_sizes(self) -> list[int] | None:
