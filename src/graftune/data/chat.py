@@ -85,8 +85,6 @@ class ChatTurns:
     form: ChatFormat
     prompt_form: Literal["inference", "template"] = "inference"
     train_reasoning: TrainedReasoning = "all"
-    # What templates write before an answer, after which role -> whether it is a header that the prompt does not give.
-    headers: dict[tuple[str, str], bool] = field(default_factory=dict, compare=False)
     added: dict[str, None] = field(default_factory=dict, compare=False)  # the notes about words around answers
 
     def passages(self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int]) -> list[Passage]:
@@ -230,11 +228,8 @@ class ChatTurns:
             written = _words(before, control) - _words(reasoning.open + reasoning.close, control)
             if calls:  # beside the syntax of a call
                 written &= _words(self.form.header, control)
-            if written:
-                key = before, messages[-2]["role"]
-                if key not in self.headers:
-                    self.headers[key] = self.form.render(messages[:-1], tools).startswith(prompt)
-                return answer, HEADER_TRAINED if self.headers[key] else ""
+            if written and self.form.render(messages[:-1], tools).startswith(prompt):
+                return answer, HEADER_TRAINED
         return answer, ""
 
     def _added(self, answer: str, message: Message, *, header: bool) -> list[str]:

@@ -122,30 +122,11 @@ class TokenStore:
         """What became of the rows."""
         return Summary.of(self.header["summary"])
 
-    def part(self, content: str, ends: str, i: int) -> np.ndarray:
-        """The i-th part of a content."""
-        end = self.arrays[ends]
-        return self.arrays[content][int(end[i - 1]) if i else 0 : int(end[i])]
-
-    def encoded(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens (int64) of an example, and whether each is trained."""
-        return split_flags(self.part("tokens", "tokens_end", i), self.vocabulary)
-
-    def weights(self, i: int) -> np.ndarray | None:
-        """The weight of each token of an example, if they are not all 1."""
-        if WEIGHTS not in self.arrays:
-            return None
-        found = self.part(WEIGHTS, "tokens_end", i)
-        return found if len(found) and not np.isnan(found[0]) else None
-
-    def numbers(self, i: int) -> dict[str, float]:
-        """What else the data says of an example, as `Example.numbers`."""
-        found = {name.removeprefix(NUMBER): float(self.arrays[name][i]) for name in self.arrays if NUMBER in name}
-        return {name: value for name, value in found.items() if not math.isnan(value)}
-
     def text(self, i: int, name: str) -> str:
         """`prompt`, `reference` or `messages` (as JSON, empty where there are none)."""
-        return self.part("texts", "texts_end", 3 * i + TEXTS.index(name)).tobytes().decode("utf-8", "replace")
+        ends, place = self.arrays["texts_end"], 3 * i + TEXTS.index(name)
+        start = int(ends[place - 1]) if place else 0
+        return self.arrays["texts"][start : int(ends[place])].tobytes().decode("utf-8", "replace")
 
     def details(self) -> Iterator[tuple[int, str]]:
         """(row, why) for every row that was left out or dropped."""
@@ -184,18 +165,17 @@ class Examples(Sequence[Example]):
     def __getitem__(self, place: Any) -> Any:
         if isinstance(place, slice):
             return Examples(self.store, self.chosen[place])
-        store, occurrence = self.store, int(self.chosen[place])
-        i = int(store.arrays["order"][occurrence])
-        tokens, supervised = store.encoded(i)
-        weights = store.weights(i)
+        one = Examples(self.store, self.chosen[[place]])
+        tokens, supervised = flat(one)
+        columns = {name: one.column(name)[0].item() for name in self.store.arrays if NUMBER in name}
         return Example(
             tokens.tolist(),
             supervised.tolist(),
-            int(store.arrays["row"][i]),
-            None if weights is None else weights.tolist(),
-            int(store.arrays["group"][occurrence]),
-            store.numbers(i),
-            bool(store.arrays["shortened"][i]),
+            int(one.column("row")[0]),
+            weights_of(one).tolist() if has_weights(one) else None,
+            int(one.column("group")[0]),
+            {name.removeprefix(NUMBER): number for name, number in columns.items() if not math.isnan(number)},
+            bool(one.column("shortened")[0]),
         )
 
     def __eq__(self, other: object) -> bool:

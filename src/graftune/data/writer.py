@@ -6,6 +6,7 @@ held in memory, about 110 bytes per example.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import itertools
@@ -13,6 +14,7 @@ import json
 import shutil
 import tempfile
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
@@ -55,8 +57,8 @@ class StoreWriter:
     def __init__(self, vocabulary: int, folder: Path | None = None):
         """`folder`: where temporary files grow; None: where the system has them."""
         self.vocabulary, self.folder = vocabulary, None if folder is None else str(folder)
-        self.contents: dict[str, IO[bytes]] = {}
-        self.sizes: dict[str, int] = {}  # bytes of each content
+        new_file = functools.partial(tempfile.SpooledTemporaryFile, IN_MEMORY, dir=self.folder)
+        self.contents: dict[str, IO[bytes]] = defaultdict(new_file)
         self.columns: dict[str, array[Any]] = {
             name: array(_CODES[code]) for name, code in COLUMNS.items() if name != "digest"
         }
@@ -65,15 +67,12 @@ class StoreWriter:
         self.groups = 0
         self.used = np.zeros(vocabulary, dtype=np.bool_)  # tokens that occur
         for name in ("tokens", "texts", "details"):
-            self._append(name, b"")
+            self._append(name, b"")  # also where nothing else is written into it
 
     def _append(self, name: str, content: bytes) -> int:
         """Add to a content; returns where it ends, in bytes."""
-        if name not in self.contents:
-            self.contents[name] = tempfile.SpooledTemporaryFile(IN_MEMORY, dir=self.folder)  # noqa: SIM115
         self.contents[name].write(content)
-        self.sizes[name] = self.sizes.get(name, 0) + len(content)
-        return self.sizes[name]
+        return self.contents[name].tell()
 
     def add(self, entries: Sequence[NewExample], details: Iterable[tuple[int, str]] = ()) -> None:
         """One chunk: its examples, and (row, why) for each row that was left out. Groups are whole within a chunk."""
@@ -85,7 +84,7 @@ class StoreWriter:
         self.used[wide] = True
         kind = token_type(self.vocabulary)
         marks = np.frombuffer(flags, np.uint8).astype(kind) << (8 * kind.itemsize - 1)
-        reached = self.sizes["tokens"] // kind.itemsize
+        reached = self.contents["tokens"].tell() // kind.itemsize
         self._append("tokens", (wide.astype(kind) | marks).tobytes())
         begin, canonical, number = 0, memoryview(tokens).cast("B"), len(self.columns["row"])
         for entry in entries:
@@ -127,7 +126,7 @@ class StoreWriter:
     def _fill_weights(self) -> None:
         """Write NaN for the tokens of examples without weights."""
         tokens = self.columns["tokens_end"][-1] if self.columns["tokens_end"] else 0
-        while gap := tokens - self.sizes.get(WEIGHTS, 0) // 4:
+        while gap := tokens - self.contents[WEIGHTS].tell() // 4:
             self._append(WEIGHTS, np.full(min(gap, 1 << 20), np.nan, "<f4").tobytes())
 
     def _add_occurrences(self, entries: Sequence[NewExample], first: int) -> None:
@@ -156,11 +155,12 @@ class StoreWriter:
         if WEIGHTS in self.contents:
             self._fill_weights()
         for name, content in self.contents.items():
-            arrays[name] = (at, self.sizes[name] // dtype_of(name, self.vocabulary).itemsize)
+            size = content.tell()
+            arrays[name] = (at, size // dtype_of(name, self.vocabulary).itemsize)
             content.seek(0)
             shutil.copyfileobj(content, file, 1 << 20)
             content.close()
-            at += self.sizes[name] + file.write(bytes(-self.sizes[name] % 8))
+            at += size + file.write(bytes(-size % 8))
         columns_at, check = at, hashlib.sha256()
         for name, values in self._finished_columns().items():
             arrays[name] = (at, len(values))
