@@ -195,6 +195,9 @@ def test_prompts_of_rows() -> None:
         found = prompt_of({**row, "system": "Be brief."})
         assert found.given == turns
         assert found.messages == [{"role": "system", "content": "Be brief."}, *turns]
+    for speaker in ("gpt", "GPT", "Assistant", " assistant "):  # as in other data
+        row = {"conversations": [{"from": "Human", "value": "Hi"}, {"from": speaker, "value": "Hello"}]}
+        assert prompt_of(row).messages == turns, speaker
     for row in ({"text": "no prompt"}, {"prompt": " "}, {"messages": []}):
         with pytest.raises(Refusal):
             prompt_of(row)

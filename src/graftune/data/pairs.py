@@ -22,7 +22,7 @@ from graftune.data.record import Record, to_record
 from graftune.data.row import Refusal, plain, quoted, type_name
 from graftune.data.shared_prompt import DIFFERENT, EQUAL
 from graftune.data.source import rows, sources
-from graftune.data.turns import ROLES, Message, parsed
+from graftune.data.turns import Message, parsed, role_of
 from graftune.settings.sections import DataConfig
 from graftune.settings.sources import DataValue
 
@@ -142,7 +142,7 @@ def _answer(row: dict[str, Any], column: str, side: str) -> Answer:
     """A side as text, or as turns where it has several, or one with more than a text."""
     value = row.get(column)
     if isinstance(value, dict):
-        if _role(value) != "assistant":
+        if role_of(value) != "assistant":
             raise Refusal("wrong type", f"{side!r} is one turn, and not the assistant's")
         value = [value]
     if value is None or value == [] or (isinstance(value, str) and not value.strip()):
@@ -152,7 +152,7 @@ def _answer(row: dict[str, Any], column: str, side: str) -> Answer:
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
         what = "a list of other things" if isinstance(value, list) else type_name(value)
         raise Refusal("wrong type", f"{side!r} must be text, a turn or a list of turns, is {what}")
-    if len(value) == 1 and _role(value[0]) == "assistant":
+    if len(value) == 1 and role_of(value[0]) == "assistant":
         text = _content(value[0])
         if len(value[0]) == 2 and isinstance(text, str) and text.strip():
             return text
@@ -188,19 +188,13 @@ def _spoken(record: Record, answer: Answer) -> list[Message]:
     return [{**turn, "content": (turn["content"] or "").strip()} for turn in turns]
 
 
-def _role(turn: Any) -> str:
-    speaker = turn.get("role") or turn.get("from") if isinstance(turn, dict) else None
-    role = ROLES.get(str(speaker).strip().lower(), "")
-    return "assistant" if role == "call" else role
-
-
 def _content(turn: Message) -> Any:
     return turn["content"] if turn.get("content") is not None else turn.get("value")
 
 
 def _is_whole(turns: Sequence[Any]) -> bool:
     """Whether the turns are a conversation from its start, and not only an answer."""
-    return next((role for role in map(_role, turns) if role != "system"), "") == "user"
+    return next((role for role in map(role_of, turns) if role != "system"), "") == "user"
 
 
 def _same(one: Message, other: Message) -> bool:
@@ -208,7 +202,7 @@ def _same(one: Message, other: Message) -> bool:
         return True
     texts = [text.strip() if isinstance(text, str) else text for text in map(_content, (one, other))]
     calls = [turn.get("tool_calls") or turn.get("function_call") for turn in (one, other)]
-    return _role(one) == _role(other) and texts[0] == texts[1] and calls[0] == calls[1]
+    return role_of(one) == role_of(other) and texts[0] == texts[1] and calls[0] == calls[1]
 
 
 def _shared(chosen: list[Message], rejected: list[Message]) -> int:
@@ -216,12 +210,12 @@ def _shared(chosen: list[Message], rejected: list[Message]) -> int:
     count = 0
     while count < min(len(chosen), len(rejected)) and _same(chosen[count], rejected[count]):
         count += 1
-    following = [_role(side[count]) for side in (chosen, rejected) if len(side) > count]
+    following = [role_of(side[count]) for side in (chosen, rejected) if len(side) > count]
     if not following:
         raise Refusal(EQUAL)
     if "user" in following or "system" in following:
         raise Refusal(DIFFERENT, f"the conversations differ in turn {count + 1}, which is not an answer")
-    while count and any(len(side) > count and _role(side[count]) != "assistant" for side in (chosen, rejected)):
+    while count and any(len(side) > count and role_of(side[count]) != "assistant" for side in (chosen, rejected)):
         count -= 1  # results of tools that differ belong to the answers, with the calls before them
     if len(following) == 1 and count == min(len(chosen), len(rejected)):
         raise Refusal(EMPTY, "one conversation ends where the other has its answer")
@@ -233,7 +227,7 @@ def _check_prompt(prompt: Any, shared: list[Message], column: str) -> None:
     if isinstance(prompt, list):
         known = len(prompt) <= len(shared) and all(map(_same, prompt, shared))
     else:
-        asked = [_content(turn) for turn in shared if _role(turn) == "user"]
+        asked = [_content(turn) for turn in shared if role_of(turn) == "user"]
         known = isinstance(prompt, str) and prompt.strip() in [str(text).strip() for text in asked]
     if not known:
         raise Refusal(DIFFERENT, f"the column {column!r} and the turns that both conversations share")

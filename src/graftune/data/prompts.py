@@ -14,7 +14,7 @@ from graftune.data.columns import ASKS, CHATS, EXTRAS, SYSTEMS, filled
 from graftune.data.record import to_record
 from graftune.data.row import Refusal
 from graftune.data.source import digest_of, rows, sources
-from graftune.data.turns import ROLES, Message, parsed
+from graftune.data.turns import Message, parsed, role_of
 from graftune.errors import GraftuneError
 from graftune.settings.sections import DataConfig
 from graftune.settings.sources import DataValue, label
@@ -85,6 +85,5 @@ def _before_answer(turns: Any) -> list[Any]:
     """The turns up to the last one that is not the assistant's."""
     if not isinstance(turns, list):
         raise Refusal("wrong type", "a conversation must be a list of turns")
-    roles = [ROLES.get(str(turn.get("role", turn.get("from")))) if isinstance(turn, dict) else None for turn in turns]
-    last = max((place for place, role in enumerate(roles) if role not in ("assistant", "call")), default=-1)
+    last = max((place for place, turn in enumerate(turns) if role_of(turn) != "assistant"), default=-1)
     return turns[: last + 1]

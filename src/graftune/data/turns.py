@@ -187,6 +187,13 @@ def media_refusal(what: str, where: str) -> Refusal:
     return Refusal(f"{what} (only text is supported)", where)
 
 
+def role_of(turn: object) -> str:
+    """The role of a turn as the data has it; a call is the assistant's. Empty: none that is known."""
+    speaker = turn.get("role") or turn.get("from") if isinstance(turn, dict) else None
+    role = ROLES.get(str(speaker).strip().lower(), "")
+    return "assistant" if role == "call" else role
+
+
 def unknown_role(role: str, place: int) -> Refusal:
     """A role that is not known, with the known one that is spelt most alike."""
     known = difflib.get_close_matches(role.strip().lower(), ROLES, n=1, cutoff=0.5)
