@@ -91,9 +91,7 @@ class ChatTurns:
         """The texts that train `trained`, one where the template allows it."""
         begun: dict[int, RenderedTurn] = {}
         together = self.together(messages, tools, trained, begun)
-        if together is not None:
-            return [together]
-        return [self._alone(messages[: i + 1], tools, begun.get(i)) for i in trained]
+        return self.alone(messages, tools, trained, begun) if together is None else [together]
 
     def together(
         self,
@@ -111,13 +109,16 @@ class ChatTurns:
             return None
         return self.passage(begun[trained[-1]].text, found, messages[: trained[-1] + 1], trained, tools)
 
-    def alone(self, passage: Passage) -> list[Passage]:
-        """The passage's turns as texts of their own, for tokenizers that join a turn's end to what follows it."""
-        return [self._alone(passage.messages[: i + 1], passage.tools) for i in passage.trained]
-
-    def _alone(self, messages: list[Message], tools: list[Any] | None, turn: RenderedTurn | None = None) -> Passage:
-        turn = turn or self._turn(messages, tools)
-        return self.passage(turn.text, [turn.place], messages, [len(messages) - 1], tools)
+    def alone(
+        self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int], begun: dict[int, RenderedTurn]
+    ) -> list[Passage]:
+        """The turns as texts of their own: where the template asks for it, and for tokenizers that join a turn's end to
+        what follows it. `begun`: those that are rendered already."""
+        made = []
+        for i in trained:
+            turn = begun.get(i) or self._turn(messages[: i + 1], tools)
+            made.append(self.passage(turn.text, [turn.place], messages[: i + 1], [i], tools))
+        return made
 
     def passage(
         self,

@@ -64,7 +64,7 @@ class Fitter:
         """The examples of a passage whose text was encoded as `tokens`. Those that do not fit are shortened."""
         found = self.masker.masked(passage, tokens, offsets)
         if found is None:
-            for alone in self.turns.alone(passage):
+            for alone in self.turns.alone(passage.messages, passage.tools, passage.trained, {}):
                 yield from self.finish(alone, *self.encoded(alone.text))
         elif found.size <= self.limit:
             yield built(found)

@@ -75,9 +75,7 @@ def probe(
             first_error = first_error or error
             return None
 
-    ways: tuple[tuple[bool, list[Any], list[Any] | None], ...]
-    ways = ((False, [], None), (False, system, None), (False, [], [_TOOL]), (False, system, [_TOOL]))
-    for parts, head, tools in (*ways, *((True, head, tools) for _, head, tools in ways)):  # noqa: B007 - used below
+    for parts, tools, head in itertools.product((False, True), (None, [_TOOL]), ([], system)):  # noqa: B007 - used below
         first, second = (rendered([*head, *_asked(answer)], tools) or "" for answer in ANSWERS)
         if ANSWERS[0] in first and ANSWERS[1] in second:
             break
@@ -111,7 +109,7 @@ def probe(
         end,
         end_id,
         append,
-        takes_system=_takes_system(rendered, tools),
+        takes_system=_SYSTEM in (rendered([*system, _asked("")[0]], tools, True) or ""),
         notes=notes,
         reasoning=reasoning,
         empty_reasoning=bool(reasoning.tags[0]) and reasoning.tags[0] in plain and reasoning.closed_by(plain),
@@ -197,11 +195,6 @@ def _closed_later(
         if end_id is not None:
             return end, end_id
     return "", None
-
-
-def _takes_system(rendered: Render, tools: list[Any] | None) -> bool:
-    head = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": _ASK}]
-    return _SYSTEM in (rendered(head, tools, True) or "")
 
 
 def _calls(rendered: Render, head: list[Message], tokenizer: Tokenizer, question: str) -> dict[str, Any]:

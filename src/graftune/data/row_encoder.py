@@ -165,16 +165,16 @@ class RowEncoder:
                     where=row.place if row.file else f"{self.path}, {row.place}",
                     fix="fix the row, or leave out strict",
                 ) from None
-            summary.bump("refused", refusal.reason)
+            summary.refused[refusal.reason] += 1
             self._detail(chunk, row, refusal.text)
             return
-        summary.bump("kinds", one.kind)
+        summary.kinds[one.kind] += 1
         # A long text loses nothing, so the lengths of its windows are counted.
         whole = (
             [tokens for tokens, _ in encoded] if one.passages else [one.example.tokens for one in made if one.example]
         )
         for length in map(len, whole):
-            summary.lengths[length] = summary.lengths.get(length, 0) + 1
+            summary.lengths[length] += 1
         for built in made:
             self._count(built, one, chunk)
         for note in dict.fromkeys(note for built in made for note in built.notes):
@@ -202,10 +202,10 @@ class RowEncoder:
     def _count(self, built: Built, one: Pending, chunk: Chunk) -> None:
         summary, example = self.summary, built.example
         if built.dropped:
-            summary.bump("dropped", built.dropped)
+            summary.dropped[built.dropped] += 1
             self._detail(chunk, one.row, built.dropped)
         if built.truncated:
-            summary.bump("truncated", built.truncated)
+            summary.truncated[built.truncated] += 1
         if example is not None:
             size, times = len(example.tokens), one.row.times
             summary.examples += times
@@ -254,7 +254,7 @@ class RowEncoder:
                     break
 
     def _note(self, text: str) -> None:
-        self.summary.bump("notes", text)
+        self.summary.notes[text] += 1
 
 
 def windows(text: str, tokens: list[int], tokenizer: Tokenizer, limit: int, weight: float = 1.0) -> Iterator[Built]:

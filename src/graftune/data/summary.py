@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from graftune.arithmetic import power_of_two
 from graftune.errors import GraftuneError
 
 KEPT_DETAILS = 1000  # rows left out that are described in memory; the encoded file describes them all
@@ -29,22 +30,22 @@ def share(part: float) -> str:
 class Summary:
     """What became of the data. `refused` rows were bad, `dropped` examples too long, `truncated` ones made to fit."""
 
-    kinds: dict[str, int] = field(default_factory=dict)
+    kinds: dict[str, int] = field(default_factory=Counter)
     rows: int = 0
     examples: int = 0
     tokens: int = 0
     response_tokens: int = 0
     longest: int = 0
-    truncated: dict[str, int] = field(default_factory=dict)
-    dropped: dict[str, int] = field(default_factory=dict)
-    refused: dict[str, int] = field(default_factory=dict)
+    truncated: dict[str, int] = field(default_factory=Counter)
+    dropped: dict[str, int] = field(default_factory=Counter)
+    refused: dict[str, int] = field(default_factory=Counter)
     details: list[tuple[int, str]] = field(default_factory=list)  # (row, why) for the first rows refused or dropped
     left_out: int = 0  # how many there are in all
-    notes: dict[str, int] = field(default_factory=dict)  # what a user should know, and for how many rows
+    notes: dict[str, int] = field(default_factory=Counter)  # what a user should know, and for how many rows
     template: str = ""
     duplicates: int = 0  # examples that repeat an earlier one, token for token
     max_seq_len: int = 0
-    lengths: dict[int, int] = field(default_factory=dict)  # tokens before anything was cut -> how many examples
+    lengths: dict[int, int] = field(default_factory=Counter)  # tokens before anything was cut -> how many examples
 
     @property
     def supervised_share(self) -> float:
@@ -67,23 +68,21 @@ class Summary:
 
     def histogram(self) -> list[tuple[int, int, int]]:
         """(from, to, examples) by length, each part twice as wide as the one before; from the shortest on."""
-        found: dict[int, int] = {}
+        found = Counter[int]()
         for length, count in self.lengths.items():
-            power = max(SHORTEST, 1 << (length - 1).bit_length())
-            found[power] = found.get(power, 0) + count
+            found[max(SHORTEST, power_of_two(length))] += count
         powers = [1 << n for n in range(min(found).bit_length() - 1, max(found).bit_length())] if found else []
-        return [(power // 2 + 1 if power > SHORTEST else 1, power, found.get(power, 0)) for power in powers]
+        return [(power // 2 + 1 if power > SHORTEST else 1, power, found[power]) for power in powers]
 
     def warnings(self) -> list[str]:
-        found = []
         shortened, total = self.too_long(self.max_seq_len), sum(self.lengths.values())
-        if shortened and (self.truncated or self.dropped):
-            which = f"{share(shortened / total)} of the examples are" if shortened > 1 else "1 example is"
-            found.append(
-                f"{which} longer than max_seq_len {self.max_seq_len} and "
-                f"{'were' if shortened > 1 else 'was'} shortened or dropped; max_seq_len {self.needed} keeps all"
-            )
-        return found
+        if not shortened or not (self.truncated or self.dropped):
+            return []
+        which = f"{share(shortened / total)} of the examples are" if shortened > 1 else "1 example is"
+        return [
+            f"{which} longer than max_seq_len {self.max_seq_len} and "
+            f"{'were' if shortened > 1 else 'was'} shortened or dropped; max_seq_len {self.needed} keeps all"
+        ]
 
     def says(self) -> list[str]:
         """Facts that a user should know and that are not errors."""
@@ -92,10 +91,6 @@ class Summary:
         of = f"{self.duplicates} of {self.examples} examples"
         verb = "repeats an earlier one" if self.duplicates == 1 else "repeat earlier ones"
         return [f"{of} {verb} word for word; repeats stay on one side of the split between training and validation"]
-
-    def bump(self, name: str, key: str) -> None:
-        counts = getattr(self, name)
-        counts[key] = counts.get(key, 0) + 1
 
     def document(self) -> dict[str, Any]:
         """For JSON, whose keys are text."""
