@@ -52,15 +52,10 @@ class DamagedStore(Exception):
     """The file is not a whole one of this format."""
 
 
-def token_type(vocabulary: int) -> np.dtype[Any]:
-    """The type of a stored token, whose highest bit says whether it is trained."""
-    return np.dtype("<u2" if vocabulary <= 1 << 15 else "<u4")
-
-
 def dtype_of(name: str, vocabulary: int) -> np.dtype[Any]:
     """The type of an array of the file by its name."""
-    if name == "tokens":
-        return token_type(vocabulary)
+    if name == "tokens":  # the highest bit of each says whether it is trained
+        return np.dtype("<u2" if vocabulary <= 1 << 15 else "<u4")
     if name == WEIGHTS:
         return np.dtype("<f4")
     return np.dtype("<f8" if name.startswith(NUMBER) else COLUMNS.get(name, "<u1"))
@@ -88,6 +83,7 @@ class TokenStore:
             name: np.frombuffer(content, dtype_of(name, self.vocabulary), count, offset)
             for name, (offset, count) in self.header["arrays"].items()
         }
+        self.arrays["count"] = np.diff(self.arrays["tokens_end"], prepend=0)
 
     @staticmethod
     def open(path: Path) -> TokenStore:
@@ -101,17 +97,14 @@ class TokenStore:
         """The same store with a column for log-probabilities of a reference model, which are not known yet (NaN)."""
         made = copy.copy(self)
         made.reference_model = model
-        count, kind = (int(self.counts.sum()), np.float32) if per_token else (len(self.counts), np.float64)
-        made.reference = np.full(count, np.nan, kind)
+        counts = self.arrays["count"]
+        size, kind = (int(counts.sum()), np.float32) if per_token else (len(counts), np.float64)
+        made.reference = np.full(size, np.nan, kind)
         return made
 
     @functools.cached_property
-    def counts(self) -> np.ndarray:
-        return np.diff(self.arrays["tokens_end"], prepend=0)
-
-    @functools.cached_property
     def starts(self) -> np.ndarray:
-        return self.arrays["tokens_end"] - self.counts
+        return self.arrays["tokens_end"] - self.arrays["count"]
 
     @property
     def kind(self) -> str:
@@ -191,9 +184,7 @@ class Examples(Sequence[Example]):
 
     def column(self, name: str) -> np.ndarray:
         """A value per example. `count`: its tokens."""
-        if name == "group":
-            return self.store.arrays["group"][self.chosen]
-        return (self.store.counts if name == "count" else self.store.arrays[name])[self.stored]
+        return self.store.arrays[name][self.chosen if name == "group" else self.stored]
 
     @property
     def digests(self) -> np.ndarray:

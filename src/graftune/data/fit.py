@@ -144,7 +144,7 @@ class Fitter:
         for i, turn, place in zip(whole.trained, whole.turns, found.ranges, strict=True):
             one = Passage(whole.text[: turn.end], (turn,), whole.messages[: i + 1], (i,), whole.tools, whole.notes)
             example = self.masker.example(one, found.example.tokens[: place[1]], [place])
-            yield Masked(one, example, [place], found.notes)
+            yield Masked(one, example, [place])
 
     def _longest_end(
         self, messages: list[Message], tools: list[Any] | None, users: list[int], *, whole: bool
@@ -237,7 +237,7 @@ class Fitter:
 def built(found: Masked, truncated: str = "") -> Built:
     passage = found.passage
     truncated = truncated or (TURNS if passage.shortened else "")
-    return Built(found.example, passage.prompt, passage.reference, passage.asked, truncated, notes=found.notes)
+    return Built(found.example, passage.prompt, passage.reference, passage.asked, truncated, notes=passage.notes)
 
 
 def head_of(messages: list[Message]) -> int:

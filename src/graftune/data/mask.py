@@ -32,7 +32,6 @@ class Masked(NamedTuple):
     passage: Passage
     example: Example
     ranges: Sequence[tuple[int, int]]
-    notes: tuple[str, ...]
 
     @property
     def size(self) -> int:
@@ -57,7 +56,7 @@ class Masker:
     def masked(self, passage: Passage, tokens: list[int], offsets: Sequence[tuple[int, int]]) -> Masked | None:
         """The passage, whose text was encoded as `tokens`, as an example. None: a token lies across the border of one
         of several turns, so each of them must become an example of its own."""
-        ranges, notes = [], passage.notes
+        ranges = []
         for turn in passage.turns:
             first, whole = border(offsets, turn.prompt)
             if not whole and tokens[first] in self.special:
@@ -67,13 +66,13 @@ class Masker:
                 if len(passage.turns) > 1:
                     return None
                 tokens, answer, first = self._parted(passage, tokens, offsets, first, whole)
-                last, notes = len(tokens), (*notes, ACROSS)
+                last, passage = len(tokens), passage._replace(notes=(*passage.notes, ACROSS))
                 if turn.start > turn.prompt:
                     first += border(answer, turn.start - turn.prompt)[0]
             elif turn.start > turn.prompt:  # untrained reasoning: a token with a letter of the answer in it is trained
                 first = max(first, border(offsets, turn.start)[0])
             ranges.append((first, last))
-        return Masked(passage, self.example(passage, tokens, ranges), ranges, notes)
+        return Masked(passage, self.example(passage, tokens, ranges), ranges)
 
     def example(self, passage: Passage, tokens: list[int], ranges: Sequence[tuple[int, int]]) -> Example:
         check(tokens, ranges, self.ends)

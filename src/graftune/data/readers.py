@@ -165,7 +165,7 @@ def _read_csv(opened: TextFile, kind: str, note: Note) -> Numbered:
         number = 0
         try:
             names = [name.strip() for name in next(reader)]
-            _check_header(names, opened.shown)
+            _check_names([name for name in names if name], opened.shown)
             for cells in reader:
                 if cells:
                     number += 1
@@ -192,8 +192,8 @@ def _separator(header: str) -> str:
     return max((",", ";", "\t", "|"), key=likelihood)
 
 
-def _check_header(names: list[str], shown: str) -> None:
-    twice = next((name for name, count in Counter(names).items() if name and count > 1), None)
+def _check_names(names: list[str], shown: str) -> None:
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
         raise GraftuneError(f"has two columns named {quoted(twice)}", where=shown, fix="rename or remove one of them")
 
@@ -242,11 +242,8 @@ def _parquet_columns(schema: Any, types: Any, where: str) -> tuple[list[str], li
     """Names of the columns to read, and of those left alone."""
     names: list[str] = []
     left: list[str] = []
+    _check_names(schema.names, where)
     for field in schema:
-        if field.name in names or field.name in left:
-            raise GraftuneError(
-                f"has two columns named {quoted(field.name)}", where=where, fix="rename or remove one of them"
-            )
         raw = types.is_binary(field.type) or types.is_large_binary(field.type) or types.is_fixed_size_binary(field.type)
         other = types.is_temporal(field.type) or types.is_decimal(field.type)
         (left if other or (raw and normal(field.name) not in KNOWN) else names).append(field.name)

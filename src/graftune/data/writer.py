@@ -33,7 +33,6 @@ from graftune.data.encoded import (
     TokenStore,
     dtype_of,
     short,
-    token_type,
 )
 
 _CODES = {"<i8": "q", "<u4": "I", "<f8": "d", "<u1": "B"}
@@ -82,7 +81,7 @@ class StoreWriter:
         flags = b"".join(bytes(entry.example.supervised) for entry in entries)
         wide = np.frombuffer(tokens, dtype=np.uint32)
         self.used[wide] = True
-        kind = token_type(self.vocabulary)
+        kind = dtype_of("tokens", self.vocabulary)
         marks = np.frombuffer(flags, np.uint8).astype(kind) << (8 * kind.itemsize - 1)
         reached = self.contents["tokens"].tell() // kind.itemsize
         self._append("tokens", (wide.astype(kind) | marks).tobytes())
