@@ -15,8 +15,8 @@ from graftune.batch import Example
 from graftune.data.dataset import Dataset, prepare
 from graftune.data.fit import Built
 from graftune.data.kind import ANSWERS, DataKind
+from graftune.data.row import Row
 from graftune.data.row_encoder import RowEncoder
-from graftune.data.source import Row
 from graftune.settings.sections import DataConfig
 from graftune.tokenizer import ChatTemplate, Tokenizer
 

@@ -27,10 +27,10 @@ from typing import Any, Literal, NamedTuple
 from graftune.data.format import REASONING_KEYS, ChatFormat, TrainedReasoning
 from graftune.data.header import Header, locate, units
 from graftune.data.missing import NOT_RENDERED, not_rendered
-from graftune.data.record import Message
 from graftune.data.row import Refusal, quoted
 from graftune.data.tags import TAG, tag_kind, unclosed
 from graftune.data.turn_places import Place, RenderedTurn, places
+from graftune.data.turns import Message
 
 OTHER_PROMPT = {
     "inference": "the template renders an answered conversation differently from its inference prompt: trained after "

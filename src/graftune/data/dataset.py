@@ -23,12 +23,12 @@ import numpy as np
 from graftune.data import cached
 from graftune.data.encoded import Examples, groups_of, short
 from graftune.data.kind import ANSWERS, DataKind
-from graftune.data.record import Message
-from graftune.data.row import Lines
+from graftune.data.row import Lines, SourceFile
 from graftune.data.row_encoder import CHUNK_ROWS, RowEncoder
-from graftune.data.source import SourceFile, digest_of, rows, sources
+from graftune.data.source import digest_of, rows, sources
 from graftune.data.summary import Summary, counted, nothing_usable
 from graftune.data.token_text import as_html
+from graftune.data.turns import Message
 from graftune.data.writer import StoreWriter
 from graftune.errors import GraftuneError
 from graftune.io.files import open_plain

@@ -19,8 +19,8 @@ from graftune.batch import Example
 from graftune.data.chat import ChatTurns, Passage
 from graftune.data.format import ChatFormat
 from graftune.data.mask import Masked, Masker
-from graftune.data.record import Message
 from graftune.data.row import Refusal
+from graftune.data.turns import Message
 from graftune.settings.sections import DataConfig
 from graftune.tokenizer import Tokenizer
 

@@ -16,10 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from graftune.data.record import Message
 from graftune.data.row import Refusal
 from graftune.data.tags import TAG, is_pair
-from graftune.data.turns import ROLES, unknown_role
+from graftune.data.turns import ROLES, Message, unknown_role
 from graftune.errors import GraftuneError
 from graftune.tokenizer import Tokenizer
 

@@ -27,8 +27,8 @@ from graftune.data.format import (
     thinking_parts,
 )
 from graftune.data.header import align, borders, shared_header, shared_start, units
-from graftune.data.record import Message
 from graftune.data.tags import TAG, is_pair, tag_kind, unclosed
+from graftune.data.turns import Message
 from graftune.errors import GraftuneError
 from graftune.tokenizer import Tokenizer
 

@@ -29,8 +29,6 @@ from graftune.data.turns import (
 BLANK = "answers without a text, kept as context and not trained"
 EARLY = "answers before the first user turn, kept as context and not trained"
 
-__all__ = ["Kind", "Message", "Record", "to_record", "trained_turns"]
-
 
 @dataclass(frozen=True)
 class Record:

@@ -17,13 +17,13 @@ from typing import Any
 from graftune.batch import Example
 from graftune.data.chat import Passage
 from graftune.data.fit import Built, Fitter
-from graftune.data.format import check_roles
+from graftune.data.format import check_roles, special_pattern, special_tokens
 from graftune.data.kind import ANSWERS, DataKind
 from graftune.data.record import Record, trained_turns
 from graftune.data.row import Refusal, Row
 from graftune.data.shared_prompt import INCOMPLETE, SEVERAL, fit_together
 from graftune.data.summary import KEPT_DETAILS, Summary, counted
-from graftune.data.template import special_pattern, special_tokens, usable_format
+from graftune.data.template import usable_format
 from graftune.data.turns import as_unicode
 from graftune.data.writer import NewExample
 from graftune.errors import GraftuneError

@@ -15,8 +15,8 @@ from typing import Any
 from graftune.data.chat import Passage
 from graftune.data.fit import TOO_LONG, TURNS, Built, Fitter, built, head_of, start_turns, user_turns
 from graftune.data.mask import Masked
-from graftune.data.record import Message
 from graftune.data.row import Refusal
+from graftune.data.turns import Message
 
 INCOMPLETE, EQUAL, DIFFERENT = "an incomplete group", "equal answers", "different prompts"
 SEVERAL = "the template makes several examples of one of its conversations; keep the last turn"

@@ -17,16 +17,12 @@ from typing import Any
 import numpy as np
 
 from graftune.data.columns import ANSWERS, ASKS, CHATS, KNOWN, SYSTEMS, TARGETS, WEIGHT, normal, refusal_of_all
-from graftune.data.find import check_file, files_of
+from graftune.data.find import files_of
 from graftune.data.readers import read
-from graftune.data.row import Lines, Note, Numbered, Refusal, Row, SourceFile, quoted, type_name
+from graftune.data.row import Lines, Note, Numbered, Refusal, Row, SourceFile, quoted
 from graftune.data.streams import MAX_UNPACKED
 from graftune.errors import GraftuneError
 from graftune.settings.sources import DataValue, entries
-
-__all__ = [
-    "Refusal", "Row", "SourceFile", "check_file", "digest_of", "rows", "sources", "type_name",
-]  # fmt: skip
 
 LOOKED_AT = 100  # rows of a file, before the first is handed out
 STRATUM = 10  # a fraction of the rows is taken from every ten of them

@@ -8,22 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from graftune.data.format import ChatFormat, PlainTemplate, special_pattern, special_tokens, stop_ids
+from graftune.data.format import ChatFormat, PlainTemplate
 from graftune.data.probe import probe
 from graftune.errors import GraftuneError
 from graftune.io.files import open_plain
 from graftune.settings.sections import DataConfig
 from graftune.tokenizer import ChatTemplate, Tokenizer, examine
-
-__all__ = [
-    "ChatFormat",
-    "chat_format",
-    "plain_format",
-    "special_pattern",
-    "special_tokens",
-    "stop_ids",
-    "usable_format",
-]
 
 
 def chat_format(tokenizer: Tokenizer, config: DataConfig) -> ChatFormat | None:
@@ -35,7 +25,7 @@ def chat_format(tokenizer: Tokenizer, config: DataConfig) -> ChatFormat | None:
             if tokenizer.template_fault is not None:
                 raise tokenizer.template_fault
             return None
-        template, name = tokenizer.template, getattr(tokenizer.template, "name", "chat template")
+        template, name = tokenizer.template, tokenizer.template.name
     else:
         template, name = template_from_file(config.template, tokenizer), config.template
     if config.date:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from graftune.data.format import ChatFormat, special_tokens, stop_ids
 from graftune.data.row import Refusal
-from graftune.data.template import ChatFormat, special_tokens, stop_ids
 from graftune.errors import GraftuneError
 from graftune.tokenizer import ChatTemplate, Tokenizer
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graftune.data.template import ChatFormat, usable_format
+from graftune.data.format import ChatFormat
+from graftune.data.template import usable_format
 from graftune.errors import GraftuneError
 from graftune.exporting.merge import Weighted
 from graftune.observe.events import number, read_events

@@ -13,10 +13,10 @@ import torch
 
 from graftune.batch import PLAIN, Example
 from graftune.data.encoded import responses_of, take
-from graftune.data.format import ChatFormat, with_known_roles
+from graftune.data.format import ChatFormat, stop_ids, with_known_roles
 from graftune.data.pack import bins_in_order, pack
 from graftune.data.row import Refusal
-from graftune.data.template import stop_ids, usable_format
+from graftune.data.template import usable_format
 from graftune.errors import GraftuneError
 from graftune.infer.generate import Token
 from graftune.infer.sample import Sampling, sample_numbers

@@ -209,7 +209,7 @@ class Tokenizer:
             with guarded("encode the texts"):
                 found = backend.encode_batch_fast(texts, add_special_tokens=False)
             for text, ids in zip(texts, [encoding.ids for encoding in found], strict=True):
-                made.append((ids, ByteOffsets(ids, text, sizes, functools.partial(self._run, backend))))
+                made.append((ids, ByteOffsets(ids, text, sizes, self.encode_with_offsets)))
         else:
             with guarded("encode the texts"):
                 found = backend.encode_batch(texts, add_special_tokens=False)

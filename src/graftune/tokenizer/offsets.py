@@ -12,7 +12,7 @@ known number of bytes of the text, so borders follow from their sums (`ByteOffse
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -35,9 +35,6 @@ class Offsets(Sequence[Pair]):
 
     def __getitem__(self, place: Any) -> Any:
         return self.whole()[place]
-
-    def __iter__(self) -> Iterator[Pair]:
-        return iter(self.whole())
 
     def whole(self) -> list[Pair]:
         if self._whole is None:
@@ -68,8 +65,10 @@ class Offsets(Sequence[Pair]):
 class ByteOffsets(Offsets):
     """The same for ids that were encoded without offsets."""
 
-    def __init__(self, ids: list[int], text: str, sizes: Sequence[int], encode: Callable[[str], tokenizers.Encoding]):
-        """`sizes`: the bytes of each token, by id. `encode` gives an encoding with offsets, for the whole list."""
+    def __init__(
+        self, ids: list[int], text: str, sizes: Sequence[int], encode: Callable[[str], tuple[list[int], list[Pair]]]
+    ):
+        """`sizes`: the bytes of each token, by id. `encode` gives ids and the whole list, as `encode_with_offsets`."""
         self._ids, self._text, self._sizes, self._encode = ids, text, sizes, encode
         self._count = len(ids)
         self._whole: list[Pair] | None = None
@@ -77,7 +76,7 @@ class ByteOffsets(Offsets):
 
     def whole(self) -> list[Pair]:
         if self._whole is None:
-            self._whole = Offsets(self._encode(self._text), len(self._text), plain=False).whole()
+            self._whole = self._encode(self._text)[1]
         return self._whole
 
     def border(self, char: int) -> int | None:

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from graftune.data.dataset import Dataset
+from graftune.data.format import stop_ids
 from graftune.data.row import Refusal
 from graftune.data.sample import score_sample
 from graftune.data.source import rows, sources
 from graftune.data.summary import counted
-from graftune.data.template import stop_ids, usable_format
+from graftune.data.template import usable_format
 from graftune.errors import GraftuneError, one_line
 from graftune.infer.sample import Sampling
 from graftune.losses import choose

@@ -14,8 +14,9 @@ from itertools import islice
 from typing import Any
 
 from graftune.data.dataset import Dataset
+from graftune.data.format import stop_ids
 from graftune.data.sample import is_sample_hash, score_all
-from graftune.data.template import stop_ids, usable_format
+from graftune.data.template import usable_format
 from graftune.observe.console import AnswerRow, Console
 from graftune.observe.events import Event
 from graftune.settings.config import Config
