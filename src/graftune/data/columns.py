@@ -9,7 +9,7 @@ first: training on rejected answers would be the worst of silent mistakes.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from graftune.data.row import plain, quoted
@@ -98,11 +98,8 @@ def _plan(names: tuple[str, ...]) -> ColumnPlan:
     used = {found.ask, found.answer, found.extra, system, tools, history, weight}
     unused = [f"column not used: {plain(name)}" for name in names if name not in used]
     notes = [f"column {quoted(name)} read as {normal(name)}" for name in used if name and name != normal(name)]
-    return ColumnPlan(
-        found.kind,
-        found.ask,
-        found.answer,
-        found.extra,
+    return replace(
+        found,
         system=system,
         tools=tools,
         history=history,

@@ -309,10 +309,9 @@ def short(digests: np.ndarray) -> np.ndarray:
 def distinct_tokens(*parts: Sequence[Example]) -> int:
     """How many tokens of the vocabulary occur, counted over whole stores, not over the chosen examples only."""
     found: set[int] = set()
-    stores = {id(part.store): part.store for part in parts if isinstance(part, Examples) and len(part)}
-    for store in stores.values():
-        found.update(np.flatnonzero(store.arrays["used"]).tolist())
     for part in parts:
         if not isinstance(part, Examples):
             found.update(chain.from_iterable(example.tokens for example in part))
+        elif len(part):
+            found.update(np.flatnonzero(part.store.arrays["used"]).tolist())
     return len(found)

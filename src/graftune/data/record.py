@@ -121,8 +121,8 @@ def _history(row: dict[str, Any], plan: ColumnPlan, turns: Turns) -> None:
     if not isinstance(pairs, list) or not all(isinstance(p, list) and len(p) == 2 for p in pairs):
         raise Refusal("wrong type", f"{plan.history!r} must be a list of [question, answer]")
     for question, answer in pairs:
-        turns.convert({"role": "user", "content": question}, len(turns.messages) + 1)
-        turns.convert({"role": "assistant", "content": answer}, len(turns.messages) + 1)
+        turns.convert({"role": "user", "content": question})
+        turns.convert({"role": "assistant", "content": answer})
 
 
 def _chat(row: dict[str, Any], plan: ColumnPlan) -> Turns:
@@ -159,7 +159,7 @@ def _chat(row: dict[str, Any], plan: ColumnPlan) -> Turns:
 def _convert(turns: Turns, turn: object, key: str) -> None:
     if not isinstance(turn, dict):
         raise Refusal("wrong type", f"{key!r} must be a list of objects, is a list of other things")
-    turns.convert(turn, len(turns.messages) + 1)
+    turns.convert(turn)
 
 
 def _join_system(row: dict[str, Any], plan: ColumnPlan, turns: Turns) -> None:

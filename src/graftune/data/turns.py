@@ -76,8 +76,9 @@ class Turns:
         self.messages.append(message)
         self.flags.append(flag)
 
-    def convert(self, turn: dict[str, Any], place: int) -> None:
-        """Adds turn number `place`."""
+    def convert(self, turn: dict[str, Any]) -> None:
+        """Adds the next turn."""
+        place = len(self.messages) + 1
         if len(turn) == 2 and turn.get("role") in _COMMON and isinstance(turn.get("content"), str):
             text = as_unicode(turn["content"])
             if not text or text.isspace():

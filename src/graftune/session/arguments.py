@@ -104,7 +104,7 @@ def conversation(given: Sequence[Message]) -> Conversation:
             if isinstance(message.get("role"), str) and isinstance(message.get("content"), str):
                 turns.add(dict(message))
             else:
-                turns.convert(dict(message), place)
+                turns.convert(dict(message))
     except Refusal as refusal:
         raise GraftuneError(refusal.text, where="the conversation", fix="give each message a role and text") from None
     return turns.messages
