@@ -94,15 +94,10 @@ class ChatTurns:
         return self.alone(messages, tools, trained, begun) if together is None else [together]
 
     def together(
-        self,
-        messages: list[Message],
-        tools: list[Any] | None,
-        trained: Sequence[int],
-        begun: dict[int, RenderedTurn] | None = None,
+        self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int], begun: dict[int, RenderedTurn]
     ) -> Passage | None:
         """The one text that trains `trained`; None if the template does not allow it. `begun` collects the turns that
         were rendered alone."""
-        begun = {} if begun is None else begun
         found = places(lambda some: self._turn(some, tools), messages, trained, begun)
         # A prompt may end before the end of the answer before it, where a template leaves the last answer open.
         if found is None or (self.form.append and any(one.end > other.prompt for one, other in pairwise(found))):
@@ -142,8 +137,11 @@ class ChatTurns:
         form, notes = self.form, list[str]()
         prompt = form.render(messages[:-1], tools, generate=True)
         if self.prompt_form == "inference" and form.reasoning.closed_by(prompt):
-            messages, changed = self._without_reasoning(messages)
-            notes += [NO_REASONING] if changed else []
+            why, rest = form.reasoning.in_message(messages[-1])
+            if why:
+                bare = {key: value for key, value in messages[-1].items() if key not in REASONING_KEYS}
+                messages = [*messages[:-1], bare | {"content": rest}]
+                notes.append(NO_REASONING)
         full = form.render(messages, tools)
         if form.reasoning.key and (moved := self._moved_reasoning(messages, full)):
             messages, full = moved, form.render(moved, tools)
@@ -160,7 +158,7 @@ class ChatTurns:
                 answer, note = self._completed(prompt, answer, messages, tools)
                 notes += [note] if note else []
         else:
-            found = locate(functools.partial(self._rendered, tools), messages, prompt, full, form.control)
+            found = locate(functools.partial(form.render, tools=tools), messages, prompt, full, form.control)
             blank = not full[found.start : body].strip()
             notes.append(OTHER_PROMPT[self.prompt_form])
             if blank:
@@ -184,17 +182,6 @@ class ChatTurns:
                 skipped = 0
         text = prompt + answer
         return RenderedTurn(text, Place(len(prompt), len(prompt) + skipped, len(text), tuple(notes)))
-
-    def _rendered(self, tools: list[Any] | None, messages: list[Message], generate: bool = False) -> str:
-        return self.form.render(messages, tools, generate=generate)
-
-    def _without_reasoning(self, messages: list[Message]) -> tuple[list[Message], bool]:
-        """The conversation without the last message's reasoning, and whether there was any."""
-        why, rest = self.form.reasoning.in_message(messages[-1])
-        if not why:
-            return messages, False
-        bare = {key: value for key, value in messages[-1].items() if key not in REASONING_KEYS}
-        return [*messages[:-1], bare | {"content": rest}], True
 
     def _moved_reasoning(self, messages: list[Message], full: str) -> list[Message] | None:
         """The conversation with reasoning moved from the last content to the field that the template reads, where

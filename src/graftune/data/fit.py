@@ -80,7 +80,7 @@ class Fitter:
 
     def together(self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int]) -> Masked | None:
         """These turns as one example; None if the template or the tokenizer does not allow it."""
-        passage = self.turns.together(messages, tools, trained)
+        passage = self.turns.together(messages, tools, trained, {})
         return passage and self.masker.masked(passage, *self.encoded(passage.text))
 
     def _without_early_turns(self, found: Masked) -> Iterator[Built]:

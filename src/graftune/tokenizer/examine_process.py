@@ -35,10 +35,6 @@ TEXTS = (
 Message = dict[str, Any]
 
 
-class _Unusable(Exception):
-    """The reason why a file is refused."""
-
-
 def examine_tokenizer(text: str) -> str:
     """Load a tokenizer.json and use it once in every way that graftune does. A refusal of one of TEXTS is accepted:
     rows with such a text are refused one by one."""
@@ -54,33 +50,31 @@ def examine_tokenizer(text: str) -> str:
     made.no_truncation()
     special = [token.content for token in made.get_added_tokens_decoder().values()][:50]
     began = time.process_time()
-    try:
-        for words in (*TEXTS, " ".join(special)):
-            for plain in (False, True):
-                made.encode_special_tokens = plain
-                for around in (False, True):
-                    _encode(made, words, around)
-                    if (taken := time.process_time() - began) > TEXT_SECONDS:
-                        return f"it takes {taken:.1f} s to encode a few words"
-    except _Unusable as error:
-        return str(error)
+    for words in (*TEXTS, " ".join(special)):
+        for plain in (False, True):
+            made.encode_special_tokens = plain
+            for around in (False, True):
+                if fault := _encode(made, words, around):
+                    return fault
+                if (taken := time.process_time() - began) > TEXT_SECONDS:
+                    return f"it takes {taken:.1f} s to encode a few words"
     tokenizers.Tokenizer.from_str(made.to_str())
     return ""
 
 
-def _encode(made: Any, words: str, around: bool) -> None:
+def _encode(made: Any, words: str, around: bool) -> str:
+    """Encode and decode words in every way; returns why the tokenizer is refused, if it is."""
     try:
         ids = made.encode(words, add_special_tokens=around).ids
         if len(ids) > TOKENS_A_BYTE * len(words.encode()) + TOKENS:
-            raise _Unusable(f"it makes {len(ids)} tokens of {len(words)} characters")
+            return f"it makes {len(ids)} tokens of {len(words)} characters"
         made.encode_batch_fast([words, words[:7]], add_special_tokens=around)
         made.decode(ids)
         made.decode(ids, skip_special_tokens=True)
-    except _Unusable:
-        raise
     except Exception as error:
         if "regex" in str(error).lower():  # an endless search on plain text
             raise
+    return ""
 
 
 def conversations() -> list[tuple[list[Message], list[Any] | None]]:
