@@ -13,6 +13,7 @@ import difflib
 import functools
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from graftune.data.format import REASONING_KEYS
@@ -56,8 +57,6 @@ def locate(render: Render, messages: list[Message], prompt: str, full: str, cont
     tail, place = _tails(render, messages, prompt, full, control)
     found: list[tuple[int, Header]] = []  # with their costs
     for start in _starts(render, messages, full):
-        if start is None:
-            continue
         start = max(place, _before_tag(full, place, start, control))
         aligned = align(prompt[tail:], full[place:start], control)
         header = Header(place + aligned.end, start, aligned.extra, prompt[tail:])
@@ -72,22 +71,19 @@ def locate(render: Render, messages: list[Message], prompt: str, full: str, cont
     return best[1]
 
 
-def _starts(render: Render, messages: list[Message], full: str) -> Iterator[int | None]:
+def _starts(render: Render, messages: list[Message], full: str) -> Iterator[int]:
     """Where `full` first differs from the rendering of a plain answer, and, for turns that call tools, from the
-    rendering of another call: the header of a call may be another than that of an answer."""
+    rendering of another call: the header of a call may be another than that of an answer. What the template refuses is
+    left out."""
     message, head = messages[-1], messages[:-1]
     letter = _letter(message)
     plain = {key: value for key, value in message.items() if key not in (*REASONING_KEYS, "tool_calls")}
-    yield _differs(render, full, [*head, plain | {"content": f"{letter}k zero one"}])
+    others = [plain | {"content": f"{letter}k zero one"}]
     if message.get("tool_calls"):
-        yield _differs(render, full, [*head, _changed(message, letter, front=True)])
-
-
-def _differs(render: Render, full: str, messages: list[Message]) -> int | None:
-    try:
-        return len(shared_start(full, render(messages)))
-    except Refusal:
-        return None
+        others.append(_changed(message, letter, front=True))
+    for other in others:
+        with suppress(Refusal):
+            yield len(shared_start(full, render([*head, other])))
 
 
 def _tails(

@@ -51,7 +51,9 @@ def _lost(message: Message, text: str, said: set[str], reasoning: Reasoning) -> 
                 yield "reasoning"
     if "calls" not in said:
         for call in message.get("tool_calls") or ():
-            if not all(part in text or json.dumps(part)[1:-1] in text for part in _words(call.get("function", call))):
+            function = call["function"]
+            parts = _leaves([function["name"], function["arguments"]])
+            if not all(part in text or json.dumps(part)[1:-1] in text for part in parts):
                 yield "calls"
 
 
@@ -65,15 +67,8 @@ def _without_reasoning(content: str, reasoning: Reasoning) -> tuple[str, str]:
     return before[reasoning.opening(before) :].strip(), after
 
 
-def _words(call: Any) -> Iterator[str]:
-    """The name of a tool call and every text and number in its arguments."""
-    if isinstance(call, dict):
-        for key, value in call.items():
-            if key in ("name", "arguments"):
-                yield from _leaves(value)
-
-
 def _leaves(value: Any) -> Iterator[str]:
+    """Every key, text and number in a value."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield str(key)
