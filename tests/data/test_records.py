@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from graftune.data.columns import refusal_of_all
 from graftune.data.record import to_record
 from graftune.data.row import Refusal
 from graftune.data.source import rows, sources
@@ -241,7 +242,7 @@ def test_preference_data_is_refused_by_name(name: str, before: int, tmp_path: Pa
     path = tmp_path / "d.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in [{"text": "x"}] * before + [row]))
     with pytest.raises(GraftuneError, match=r"is preference data .*takes a preference loss") as caught:
-        list(rows(sources(str(path))))
+        list(rows(sources(str(path)), refused=refusal_of_all))
     assert hint in str(caught.value) and str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
     with pytest.raises(Refusal, match="preference data"):
         to_record(row)
@@ -257,7 +258,7 @@ def test_rated_answers_are_refused_by_name(row: dict[str, Any], tmp_path: Path) 
     path = tmp_path / "d.json"
     path.write_text(json.dumps([row]))
     with pytest.raises(GraftuneError, match=r"answers rated good or bad \(KTO\), by its column"):
-        list(rows(sources(str(path))))
+        list(rows(sources(str(path)), refused=refusal_of_all))
     with pytest.raises(Refusal, match="KTO"):
         to_record(row)
     for names in ({"response": "b", "label": "sport"}, {"response": "b", "label": 1}, {"completion": "b", "label": 2}):
@@ -270,4 +271,4 @@ def test_map_trains_on_preferred_answers(tmp_path: Path) -> None:
     (row,) = rows(sources(str(path)), {"response": "chosen"})
     assert isinstance(row.value, dict) and to_record(row.value).messages == ASKED
     with pytest.raises(GraftuneError, match="is preference data"):
-        list(rows(sources(str(path)), {"prompt": "prompt"}))
+        list(rows(sources(str(path)), {"prompt": "prompt"}, refused=refusal_of_all))

@@ -21,10 +21,6 @@ from graftune.data.pack import Capacities, ahead_capacities, capacities, divided
 from graftune.ranks import WHOLE, Share
 
 
-def as_packed(batch: PackedBatch) -> PackedBatch:
-    return batch
-
-
 class Loader:
     """Micro-batches have exact shapes, or one that holds them all once it is fixed, which a captured step needs.
     `layout`: what the loss asks of the batches. `share`: of every step, where several ranks divide it."""
@@ -103,7 +99,7 @@ class Loader:
             self.ahead_shape = ahead_capacities(shape, self.layout.ahead.longest(self.examples))
 
     def epoch(
-        self, epoch: int, start_step: int = 0, stage: Callable[[PackedBatch], Any] = as_packed
+        self, epoch: int, start_step: int = 0, stage: Callable[[PackedBatch], Any] = lambda batch: batch
     ) -> Iterator[list[Any]]:
         """This rank's micro-batches of each step from `start_step` on, as `stage` (called in the packing thread) left
         them."""

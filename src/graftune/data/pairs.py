@@ -94,7 +94,7 @@ RATED = RatedKind("rated answers", members=1, takes="answers rated good or bad b
 def kind_of_data(value: DataValue, config: DataConfig) -> DataKind:
     """The kind of data by its first row that shows one; answers where none does."""
     kinds = {kind.name: kind for kind in (PAIRS, RATED, ANSWERS)}
-    for row in rows(sources(value), config.map, refused=lambda row: None, max_unpacked=config.max_unpacked):
+    for row in rows(sources(value), config.map, max_unpacked=config.max_unpacked):
         if isinstance(row.value, dict) and (found := columns.kind_of_row(row.value)):
             return kinds[found]
     return ANSWERS

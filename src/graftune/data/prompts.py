@@ -46,7 +46,7 @@ class PromptData:
 def read_prompts(value: DataValue, config: DataConfig) -> PromptData:
     """Every prompt of the data; GraftuneError if there is none."""
     files, refused, found = sources(value), dict[str, list[str]](), list[PromptRow]()
-    for row in rows(files, config.map, refused=lambda row: None, max_unpacked=config.max_unpacked):
+    for row in rows(files, config.map, max_unpacked=config.max_unpacked):
         try:
             if isinstance(row.value, Refusal):
                 raise row.value

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from graftune.data.columns import ANSWERS, ASKS, CHATS, KNOWN, SYSTEMS, TARGETS, WEIGHT, normal, refusal_of_all
+from graftune.data.columns import ANSWERS, ASKS, CHATS, KNOWN, SYSTEMS, TARGETS, WEIGHT, normal
 from graftune.data.find import files_of
 from graftune.data.readers import read
 from graftune.data.row import Lines, Note, Numbered, Refusal, Row, SourceFile, quoted
@@ -30,11 +30,7 @@ _TOGETHER = (frozenset((*ASKS, *ANSWERS, "input", "context", "history")), frozen
 _BESIDE = frozenset((*SYSTEMS, WEIGHT, "tools"))
 
 
-def _silent(text: str) -> None:
-    pass
-
-
-def sources(data: DataValue | Lines, note: Note = _silent) -> list[SourceFile]:
+def sources(data: DataValue | Lines, note: Note = lambda text: None) -> list[SourceFile]:
     """The files that `data` names, in order; GraftuneError where there are none."""
     if isinstance(data, Lines):
         return [SourceFile(Path("records.jsonl"), "the records", records=data)]
@@ -44,8 +40,8 @@ def sources(data: DataValue | Lines, note: Note = _silent) -> list[SourceFile]:
 def rows(
     files: Sequence[SourceFile],
     map: Mapping[str, str] | None = None,
-    note: Note = _silent,
-    refused: Callable[[dict[str, Any]], GraftuneError | None] = refusal_of_all,
+    note: Note = lambda text: None,
+    refused: Callable[[dict[str, Any]], GraftuneError | None] = lambda row: None,
     max_unpacked: float = MAX_UNPACKED,
 ) -> Iterator[Row]:
     """Every row of the files, in order. `note` gets a sentence about what was not read as it stands; `refused` says

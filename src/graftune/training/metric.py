@@ -209,7 +209,7 @@ def _columns(data: DataValue, keys: set[int], config: Config) -> dict[int, dict[
     """The columns of these rows, as the files have them: encoded data keeps only texts."""
     files = [dataclasses.replace(file, map=()) for file in sources(data)]
     found: dict[int, dict[str, Any]] = {}
-    for row in rows(files, refused=lambda value: None, max_unpacked=config.data.max_unpacked):
+    for row in rows(files, max_unpacked=config.data.max_unpacked):
         if row.key in keys and not isinstance(row.value, Refusal):
             found[row.key] = row.value
             if len(found) == len(keys):
