@@ -88,6 +88,8 @@ class Family:
     experts_by_key: bool = True  # whether `experts_key` says if a file of the family has experts
     keys: Mapping[str, str] = field(default_factory=dict)  # beside KEYS
     gguf_names: Mapping[str, str] = field(default_factory=dict)  # where GGUF's names are not those of BLOCK and TOP
+    # Texts in our tensors' names that folders spell otherwise, and theirs; N stands for a number.
+    folder_names: Mapping[str, str] = field(default_factory=dict)
     gguf_parts: Mapping[str, str] = field(default_factory=dict)  # GGUF's name of the second part of a tensor's rows
     interleaved: tuple[str, ...] = ()  # AttentionSpec.interleaved
     prediction_key: str = ""  # how many layers behind the last one predict further tokens; "": folders have none there
@@ -392,10 +394,16 @@ class Family:
 
     def to_folder(self, ours: str) -> str:
         """The name, behind `model.`, that a Hugging Face folder of the family has for one of our tensors."""
-        return ours
+        return _respelled(ours, self.folder_names)
 
     def from_folder(self, name: str) -> str:
-        return name
+        return _respelled(name, {theirs: ours for ours, theirs in self.folder_names.items()})
+
+
+def _respelled(name: str, table: Mapping[str, str]) -> str:
+    for old, new in table.items():
+        name = re.sub(re.escape(old).replace("N", r"(\d+)"), new.replace("N", r"\1"), name)
+    return name
 
 
 def _renamed(name: str, stem: str, new_stem: str, block: Config, top: Config) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from graftune.errors import GraftuneError
 from graftune.model.families.common import Family
-from graftune.model.families.mixture import Mixture, experts_of, numbered_from_folder, numbered_to_folder
+from graftune.model.families.mixture import NUMBERED, Mixture, experts_of
 from graftune.model.families.reading import Config, Getter
 from graftune.model.feed_forward.router import RouterSpec
 from graftune.model.layer_spec import NormSpec
@@ -120,12 +120,6 @@ class Lfm2Moe(Mixture, Lfm2):
             )
         return super().gguf_keys(spec, where)
 
-    def to_folder(self, ours: str) -> str:
-        return numbered_to_folder(super().to_folder(ours))
-
-    def from_folder(self, name: str) -> str:
-        return numbered_from_folder(super().from_folder(name))
-
 
 @dataclass(frozen=True)
 class Lfm3(Lfm2):
@@ -133,13 +127,6 @@ class Lfm3(Lfm2):
         """With what transformers takes for each kind of layer."""
         found = dict(self.defaults) | dict(config)
         return found | {"rms_norm_eps": found["norm_eps"], "rope_parameters": found.get("rope_parameters") or LFM3_ROPE}
-
-    def to_folder(self, ours: str) -> str:
-        """Folders call the gate's projection by another name than transformers' module, and PEFT with it."""
-        return ours.replace("self_attn.g_proj.", "self_attn.gate_proj.")
-
-    def from_folder(self, name: str) -> str:
-        return name.replace("self_attn.gate_proj.", "self_attn.g_proj.")
 
     def layer_norms(self, get: Getter) -> tuple[NormSpec | None, ...]:
         found = super().layer_norms(get)
@@ -215,6 +202,7 @@ LFM2 = (
             "moe_intermediate_size": "expert_feed_forward_length",
             "num_dense_layers": "leading_dense_block_count",
         },
+        folder_names=NUMBERED,
         gguf_names=LFM2_NAMES | {"feed_forward.gate": "ffn_gate_inp", "feed_forward.expert_bias": "exp_probs_b.bias"},
         **LFM2_COMMON,
     ),
@@ -236,6 +224,8 @@ LFM2 = (
         **FEED_FORWARD,
         local_rope=True,
         in_llama_cpp=False,
+        # Folders call the gate's projection by another name than transformers' module, and PEFT with it.
+        folder_names={".self_attn.g_proj.": ".self_attn.gate_proj."},
         gguf_names=NAMES
         | {
             "self_attn.g_proj": "attn_gate",

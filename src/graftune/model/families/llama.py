@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from graftune.model.families.common import Family
-from graftune.model.families.mixture import Mixture, numbered_from_folder, numbered_to_folder
+from graftune.model.families.mixture import NUMBERED, Mixture
 from graftune.model.families.reading import Config, Getter
 from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.part import MixerSpec
@@ -25,17 +25,6 @@ MINISTRAL3_ROPE = {
     "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16_384,
     "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Mixtral(Mixture):
-    """Its folders have names of their own: layers.N.block_sparse_moe.experts.E.w1.weight, w3 and w2."""
-
-    def to_folder(self, ours: str) -> str:
-        return numbered_to_folder(ours).replace(".mlp.", ".block_sparse_moe.")
-
-    def from_folder(self, name: str) -> str:
-        return numbered_from_folder(name.replace(".block_sparse_moe.", ".mlp."))
 
 
 @dataclass(frozen=True)
@@ -131,7 +120,7 @@ class Hunyuan(Family):
 
 
 LLAMA = (
-    Mixtral(
+    Mixture(
         "mixtral",
         "MixtralForCausalLM",
         architecture="llama",
@@ -139,6 +128,7 @@ LLAMA = (
         defaults={"norm_topk_prob": True, "rms_norm_eps": 1e-5},
         windows="all",
         experts_key="num_local_experts",
+        folder_names=NUMBERED | {".mlp.": ".block_sparse_moe."},
         interleaved=("gguf",),
     ),
     Family(

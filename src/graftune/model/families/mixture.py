@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,12 @@ from graftune.model.spec import ModelSpec
 
 SOFTMAX, SIGMOID = 1, 2  # llama.cpp's numbers
 GATING = "expert_gating_func"
+# Family.folder_names, where folders number the projections of an expert.
+NUMBERED = {
+    ".experts.N.gate_proj.": ".experts.N.w1.",
+    ".experts.N.up_proj.": ".experts.N.w3.",
+    ".experts.N.down_proj.": ".experts.N.w2.",
+}
 
 
 @dataclass(frozen=True)
@@ -111,30 +116,6 @@ class Mixture(Family):
             found[GATING] = SIGMOID
         return found | ({} if self.llama_cpp_normalises is not None else {"expert_weights_norm": router.normalised})
 
-    # Names of tensors
-
-    def to_folder(self, ours: str) -> str:
-        """The gate of a shared expert stands beside it in folders, and is a part of it here."""
-        name = super().to_folder(ours)
-        return name.replace(f".{self.shared}.gate.", f".{self.shared}_gate.") if self.shared_gate else name
-
-    def from_folder(self, name: str) -> str:
-        name = super().from_folder(name)
-        return name.replace(f".{self.shared}_gate.", f".{self.shared}.gate.") if self.shared_gate else name
-
 
 def experts_of(spec: ModelSpec) -> ExpertsSpec:
     return next(part for kind in spec.kinds for part in kind.parts if isinstance(part, ExpertsSpec))
-
-
-_NUMBERED = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # an expert's projections in some folders, and ours
-
-
-def numbered_to_folder(ours: str) -> str:
-    """The name in a folder that calls the projections of an expert w1, w3 and w2."""
-    back = {name: theirs for theirs, name in _NUMBERED.items()}
-    return re.sub(r"\.experts\.(\d+)\.(\w+)\.", lambda match: f".experts.{match[1]}.{back[match[2]]}.", ours)
-
-
-def numbered_from_folder(name: str) -> str:
-    return re.sub(r"\.experts\.(\d+)\.(w[123])\.", lambda match: f".experts.{match[1]}.{_NUMBERED[match[2]]}.", name)

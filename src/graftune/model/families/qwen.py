@@ -210,6 +210,7 @@ DELTA_MIXTURE: dict[str, Any] = {
     "shared": "mlp.shared_expert",
     "shared_ffn_key": "shared_expert_intermediate_size",
     "shared_gate": True,
+    "folder_names": {".mlp.shared_expert.gate.": ".mlp.shared_expert_gate."},
     "keys": DELTA_KEYS
     | {
         "moe_intermediate_size": "expert_feed_forward_length",
