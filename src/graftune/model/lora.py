@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
@@ -96,61 +96,54 @@ def build_arena(
     spec: ModelSpec, config: LoraConfig, device: torch.device, compute: torch.dtype, *, full: bool = False
 ) -> Arena:
     """Makes the arena of the adapters, trained norms and added rows, or (`full`) of every weight of the model."""
-    place = _Layout()
     if full and spec.experts:
         raise GraftuneError("training every weight of a mixture of experts is not supported", fix="use method lora")
-    if full:
-        _place_everything(place, spec)
-    else:
-        _place_adapters(place, spec, config)
-    return Arena(place.slots, device, compute)
+    slots: dict[str, Slot] = {}
+    at = 0
+    for name, shape, layer, decay in _all_weights(spec) if full else _adapters(spec, config):
+        slots[name] = Slot(name, shape, at, layer, decay)
+        at = slots[name].stop
+    return Arena(slots, device, compute)
 
 
-class _Layout:
-    """Places slots one after another."""
-
-    def __init__(self) -> None:
-        self.slots: dict[str, Slot] = {}
-        self.at = 0
-
-    def __call__(self, name: str, shape: tuple[int, ...], layer: int, decay: bool) -> None:
-        self.slots[name] = slot = Slot(name, shape, self.at, layer, decay)
-        self.at = slot.stop
+# Name, shape, layer (-1: none) and whether weight decay applies, in the arena's order.
+Placed = Iterator[tuple[str, tuple[int, ...], int, bool]]
 
 
-def _place_adapters(place: _Layout, spec: ModelSpec, config: LoraConfig) -> None:
+def _adapters(spec: ModelSpec, config: LoraConfig) -> Placed:
+    """The adapters, and on request the rows of added tokens and the norms."""
     targets = targets_of(spec, config)
     for layer, kind in enumerate(spec.layers):
         for part in kind.parts:
             for name, shape in part.adapters(targets, config.rank, config.dropout):
-                place(f"layers.{layer}.{name}", shape, layer, True)
+                yield f"layers.{layer}.{name}", shape, layer, True
     if config.new_tokens:
-        place("embed_tokens.rows", (len(config.new_tokens), spec.width), -1, True)
+        yield "embed_tokens.rows", (len(config.new_tokens), spec.width), -1, True
         if not spec.tied:
-            place("lm_head.rows", (len(config.new_tokens), spec.width), -1, True)
+            yield "lm_head.rows", (len(config.new_tokens), spec.width), -1, True
     if config.train_norms:
-        for layer, name, width in norm_names(spec):
-            place(name, (width,), layer, False)
+        yield from _norms(spec)
 
 
-def _place_everything(place: _Layout, spec: ModelSpec) -> None:
-    """Places every weight by its name. Projections that share an input are adjacent: one product computes them."""
-    place("embed_tokens.weight", (spec.vocab, spec.width), -1, True)
+def _all_weights(spec: ModelSpec) -> Placed:
+    """Every weight by its name. Projections that share an input are adjacent: one product computes them."""
+    blocks = [
+        (f"layers.{layer}.{name}", shape, layer, len(shape) > 1)
+        for layer, kind in enumerate(spec.layers)
+        for name, shape in kind.weights.items()
+    ]
+    yield "embed_tokens.weight", (spec.vocab, spec.width), -1, True
     for name, shape in spec.layer_inputs.tensors.items() if spec.layer_inputs else ():
-        place(name, shape, -1, len(shape) > 1)
-    weights = {index: layer.weights for index, layer in enumerate(spec.layers)}
-    for layer, found in weights.items():
-        for name, shape in found.items():
-            if len(shape) > 1:
-                place(f"layers.{layer}.{name}", shape, layer, True)
+        yield name, shape, -1, len(shape) > 1
+    yield from (placed for placed in blocks if placed[3])
     if not spec.tied:
-        place("lm_head.weight", (spec.vocab, spec.width), -1, True)
-    for layer, found in weights.items():
-        for name, shape in found.items():
-            if len(shape) == 1:
-                place(f"layers.{layer}.{name}", shape, layer, False)
-    for layer, name, width in norm_names(spec):
-        place(name, (width,), layer, False)
+        yield "lm_head.weight", (spec.vocab, spec.width), -1, True
+    yield from (placed for placed in blocks if not placed[3])
+    yield from _norms(spec)
+
+
+def _norms(spec: ModelSpec) -> Placed:
+    return ((name, (width,), layer, False) for layer, name, width in norm_names(spec))
 
 
 def start_from_scratch(arena: Arena, spec: ModelSpec, seed: int) -> None:
