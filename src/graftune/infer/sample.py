@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from graftune.errors import GraftuneError
 from graftune.kernels import draw
 
@@ -45,9 +43,6 @@ class Sampling:
         if self.temperature == 0:
             return draw.GREEDY
         return draw.LIMITED if self.top_k or self.top_p < 1 else draw.WHOLE
-
-    def settings(self, device: torch.device) -> draw.DrawSettings:
-        return draw.DrawSettings.of(self.temperature, self.top_k, self.top_p, self.seed, device)
 
 
 def sample_numbers(prompts: Sequence[Sequence[int]]) -> list[int]:
