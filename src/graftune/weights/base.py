@@ -200,8 +200,8 @@ def _open(name: str, revision: str, weights: bool) -> Base:
 def _open_gguf(name: str, path: Path) -> Base:
     from graftune.weights.gguf_io import read_model
 
-    file, parts = read_model(path)
-    path = parts[0]
+    file = read_model(path)
+    path = file.parts[0]
     with sensible("its configuration makes", path, "download the model again"):
         spec = _checked_spec(from_gguf(file.metadata, file.tensors, str(path)))
     tensors: dict[str, RowSource] = {}
@@ -223,7 +223,7 @@ def _open_gguf(name: str, path: Path) -> Base:
         both = [file.tensors[stored] for stored in family.to_gguf(ours) if stored in file.tensors]
         source = rows_.Joined(tuple(both)) if len(both) > 1 else tensor
         tensors[ours] = rows_.from_file(source, "gguf", spec, ours)
-    return Base(name, path, "gguf", spec, tok.from_gguf(file.metadata), tensors, parts, carried=carried)
+    return Base(name, path, "gguf", spec, tok.from_gguf(file.metadata), tensors, file.parts, carried=carried)
 
 
 def _open_folder(name: str, folder: Path) -> Base:

@@ -93,18 +93,18 @@ class GgufTensor:
 
 @dataclass
 class GgufFile:
-    path: Path
+    parts: tuple[Path, ...]  # the files that it lies in
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor] = field(repr=False)
 
 
-def read_model(path: Path) -> tuple[GgufFile, tuple[Path, ...]]:
-    """A whole model, and the files it lies in: one, or the parts NAME-00001-of-00003.gguf of a split one, of which any
+def read_model(path: Path) -> GgufFile:
+    """A whole model, which lies in one file or in the parts NAME-00001-of-00003.gguf of a split one, of which any
     may be given. The first part describes the model; each says which it is of how many."""
     file = read_gguf(path)
     count = file.metadata.get("split.count", 1)
     if count in (0, 1):
-        return file, (path,)
+        return file
     names = part_names(path.name)
     if len(names) != count:
         raise GraftuneError(
@@ -116,7 +116,7 @@ def read_model(path: Path) -> tuple[GgufFile, tuple[Path, ...]]:
     missing = next((part for part in paths if not part.is_file()), None)
     if missing is not None:
         raise GraftuneError("this part of a split model is missing", where=str(missing), fix="download it too")
-    whole = GgufFile(paths[0], {}, {})
+    whole = GgufFile(paths, {}, {})
     for number, part in enumerate(paths):
         one = file if part == path else read_gguf(part)
         if one.metadata.get("split.count") != count or one.metadata.get("split.no") != number:
@@ -134,7 +134,7 @@ def read_model(path: Path) -> tuple[GgufFile, tuple[Path, ...]]:
             where=str(paths[0]),
             fix="the parts belong to different models: download them again",
         )
-    return whole, paths
+    return whole
 
 
 def part_names(name: str) -> list[str]:
@@ -168,7 +168,7 @@ def read_gguf(path: str | Path) -> GgufFile:
         if name in tensors:
             raise cursor.broken(f"tensor {name!r} occurs twice")
         tensors[name] = _placed(cursor, raw, name, shape, kind, start + offset)
-    return GgufFile(path, metadata, tensors)
+    return GgufFile((path,), metadata, tensors)
 
 
 def _opened(path: Path) -> _Cursor:

@@ -23,7 +23,7 @@ from graftune.model.arena import Arena
 from graftune.model.families import family_of, with_text_values
 from graftune.model.frozen import RowSource
 from graftune.model.frozen.formats import mxfp4
-from graftune.model.frozen.interface import NAMES, TensorRows
+from graftune.model.frozen.interface import DTYPES, NAMES, TensorRows
 from graftune.weights import experts, rows, safetensors_io
 from graftune.weights.base import Base, open_base
 from graftune.weights.streamed import (
@@ -40,7 +40,6 @@ CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.i
 TOKENIZER = "tokenizer_config.json"
 _PROCESSOR_KEYS = ("processor_class", "extra_special_tokens", "model_specific_special_tokens")
 _PROBE = "Hello, World! It's 1234 o'clock:\n\n  \u00fcber \u65e5\u672c\u8a9e \U0001f44d"
-_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 def is_model(folder: Path) -> bool:
@@ -88,8 +87,8 @@ def write_model(
     carried = carried_outputs(base.carried_to("safetensors"))
     with new_folder(folder) as aside:
         sums = _write_weights(aside, [*tensors, *carried], shard_bytes, watcher)
-        counts = Counter(t.kind for t in tensors if len(t.source.shape) > 1 and t.kind in _DTYPES)
-        dtype = _DTYPES[counts.most_common(1)[0][0]]
+        counts = Counter(t.kind for t in tensors if len(t.source.shape) > 1 and t.kind in DTYPES)
+        dtype = str(DTYPES[counts.most_common(1)[0][0]]).removeprefix("torch.")
         _write_json(aside / CONFIG, config | {"dtype": dtype, "torch_dtype": dtype})
         _write_json(aside / "generation_config.json", _generation(base))
         base.tokenizer.save(aside)

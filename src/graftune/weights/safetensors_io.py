@@ -10,6 +10,7 @@ text-and-vision checkpoint is one, and so are the blocks that predict further to
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -43,10 +44,7 @@ class SafetensorsTensor:
 
     @property
     def nbytes(self) -> int:
-        count = _SIZES.get(self.dtype_name, 4)
-        for n in self.shape:
-            count *= n
-        return count
+        return math.prod(self.shape) * _SIZES.get(self.dtype_name, 4)
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         return self.shard.get_slice(self.name)[start:stop]
@@ -77,24 +75,20 @@ class CarriedTensor:
 
 def carried(tensors: Mapping[str, SafetensorsTensor]) -> dict[str, CarriedTensor]:
     """The tensors as bytes of their files, of any dtype; nothing but the headers is read."""
-    files = {tensor.file: _FileBytes(tensor.file) for tensor in tensors.values()}
+    files = {file: _bytes_of(file) for file in {tensor.file for tensor in tensors.values()}}
     return {
-        name: CarriedTensor(tensor.shape, tensor.dtype_name, files[tensor.file].of(tensor.name))
+        name: CarriedTensor(tensor.shape, tensor.dtype_name, files[tensor.file][tensor.name])
         for name, tensor in tensors.items()
     }
 
 
-class _FileBytes:
-    """The map of a file that `open_shard` has checked, and where its tensors are."""
-
-    def __init__(self, file: Path):
-        self.data = np.memmap(file, np.uint8, "r")
-        self.start = 8 + int.from_bytes(self.data[:8].tobytes(), "little")
-        self.header = json.loads(self.data[8 : self.start].tobytes())
-
-    def of(self, name: str) -> np.ndarray[Any, Any]:
-        first, last = self.header[name]["data_offsets"]
-        return self.data[self.start + first : self.start + last]
+def _bytes_of(file: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """The bytes of each tensor of a file that `open_shard` has checked."""
+    data = np.memmap(file, np.uint8, "r")
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    header = json.loads(data[8:start].tobytes())
+    places = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+    return {name: data[start + first : start + last] for name, (first, last) in places.items()}
 
 
 # A plain file name: no folder, not hidden, and short enough for file systems.
