@@ -180,10 +180,8 @@ class _Placer:
         if name is None:
             return None
         stored = f"layers.{index}.{name}"
-        if stored not in self.arena.slots:
-            return self.vector(stored, 1).to(self.compute)
-        self.start(stored)
-        return self.arena.view(stored, self.arena.compute)
+        value, grad = self.tensor(stored, (1,))
+        return value.to(self.compute) if grad is None else self.arena.view(stored, self.arena.compute)
 
     def source(self, name: str, shape: tuple[int, ...]) -> RowSource:
         """A tensor of the base, whose names and shapes `open_base` has checked."""
@@ -214,20 +212,16 @@ class _Placer:
     def layer_inputs(self, spec: LayerInputSpec) -> LayerInputMaker:
         """On the device, also where blocks are fetched."""
         with self.bundle(None):
-            shapes = {name: (shape[0], shape[-1]) for name, shape in spec.tensors.items()}
-            table, projection = (
-                self.table(f"{name}.weight", shapes[f"{name}.weight"], looked_up=name == TABLE)
-                for name in (TABLE, PROJECTION)
-            )
+            table = self.table(f"{TABLE}.weight", looked_up=True)
+            projection = self.table(f"{PROJECTION}.weight")
             return LayerInputMaker(spec, table, projection, self.norm(f"{NORM}.weight", spec.inner))
 
-    def table(self, name: str, shape: tuple[int, int] | None = None, *, looked_up: bool = False) -> Frozen:
+    def table(self, name: str, *, looked_up: bool = False) -> Frozen:
         """An embedding or head. Where projections are quantised here it is in the compute dtype, unless the checkpoint
         stores it quantised. `looked_up`: nothing multiplies it, so that it may be in host memory."""
-        shape = shape or (self.spec.vocab, self.spec.width)
         if name in self.arena.slots:
-            return self.trained([name], shape[1])
-        source = self.source(name, shape)
+            return self.trained([name], self.arena.slots[name].shape[1])
+        source = self.base.tensors[name]
         form, as_stored = self.format_of(source), self.as_stored
         if self.asked is not None and self.asked.quantises:
             as_stored = isinstance(source, CheckpointWeight)
@@ -263,26 +257,26 @@ class _Placer:
     def bias(self, names: dict[str, int]) -> Bias:
         first, last = next(iter(names)), next(reversed(names))
         if first not in self.arena.slots:
-            return Bias(torch.cat([self.vector(n, width) for n, width in names.items()]).to(self.compute))
+            return Bias(torch.cat([self.tensor(n, (width,))[0] for n, width in names.items()]).to(self.compute))
         for name in names:
             self.start(name)
         place = self.arena.span(first, last)
         return Bias(self.arena.compute[place], self.arena.grads[place])
 
-    def vector(self, name: str, width: int) -> torch.Tensor:
-        found = self.source(name, (width,)).values().float().to(self.device)
-        self.unchecked.append(found)
-        return found
+    def tensor(self, name: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A small tensor in fp32, and its gradient where it trains."""
+        if name in self.arena.slots:
+            self.start(name)
+            return self.arena.view(name, self.arena.weights), self.arena.view(name, self.arena.grads)
+        value = self.source(name, shape).values().float().to(self.device)
+        self.unchecked.append(value)
+        return value, None
 
     def norm(self, name: str, width: int) -> NormWeight:
-        if name not in self.arena.slots:
-            frozen = self.vector(name, width)
-            return NormWeight(frozen, frozen)
-        self.start(name)
-        value = self.arena.view(name, self.arena.weights)
+        value, grad = self.tensor(name, (width,))
         # Beside adapters the base's values are kept, for answers without them; a full run has no base to return to.
-        before = value if self.arena.full else value.clone()
-        return NormWeight(value, before, self.arena.view(name, self.arena.grads))
+        before = value if grad is None or self.arena.full else value.clone()
+        return NormWeight(value, before, grad)
 
     def unit_norm(self, width: int) -> NormWeight:
         ones = torch.ones(width, device=self.device)
@@ -356,10 +350,4 @@ class _PartPlacer:
         return self.placer.spec.ropes.index(spec)
 
     def tensor(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        placer, stored = self.placer, f"{self.stem}.{self.part.named(name)}"
-        if stored in placer.arena.slots:
-            placer.start(stored)
-            return placer.arena.view(stored, placer.arena.weights), placer.arena.view(stored, placer.arena.grads)
-        value = placer.source(stored, self.part.tensors[name]).values().float().to(placer.device)
-        placer.unchecked.append(value)
-        return value, None
+        return self.placer.tensor(f"{self.stem}.{self.part.named(name)}", self.part.tensors[name])
