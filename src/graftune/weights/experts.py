@@ -30,7 +30,7 @@ from graftune.model.feed_forward.experts import PARAMETERS, ExpertsSpec
 from graftune.model.frozen import BlockSource, RowSource
 from graftune.model.frozen.formats import mxfp4
 from graftune.model.spec import ModelSpec
-from graftune.weights.rows import OfSeveral, Over, RowsByReading
+from graftune.weights.rows import Converted, OfSeveral, Over, RowsByReading
 
 if TYPE_CHECKING:
     from graftune.weights.gguf_io import GgufTensor
@@ -84,19 +84,10 @@ def _blocks_of(source: Any, expert: int) -> torch.Tensor:
     return found
 
 
-@dataclass(frozen=True)
-class BiasColumns(Over):
+def _bias_columns(bias: RowSource, first: int, step: int) -> Converted:
     """Every `step`-th column, from `first` on, of a bias [E, out] of all experts."""
-
-    first: int
-    step: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return (self.source.shape[0], self.source.shape[1] // self.step)
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        return self.source.read(start, stop)[:, self.first :: self.step].contiguous()
+    experts, out = bias.shape
+    return Converted(bias, lambda values: values[:, first::step].contiguous(), (experts, out // step))
 
 
 @dataclass(frozen=True)
@@ -214,7 +205,7 @@ def from_folder(tensors: Mapping[str, RowSource], spec: ModelSpec) -> dict[str, 
         stem, members = f"layers.{match[1]}.{part.named('experts')}", PARAMETERS[match[3]]
         for place, member in enumerate(members):
             if match[4]:
-                found[f"{stem}.{member}.bias"] = BiasColumns(tensor, place, len(members))
+                found[f"{stem}.{member}.bias"] = _bias_columns(tensor, place, len(members))
                 continue
             turned = part.interleaved and tensor.dtype_name != mxfp4.KIND
             for expert in range(tensor.shape[0]):
