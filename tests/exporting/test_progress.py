@@ -69,7 +69,7 @@ def test_the_bar_names_the_tensor_that_is_quantised(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("graftune.exporting.write.MEGABYTE", 1000)
-    monkeypatch.setattr("graftune.weights.streamed.PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr("graftune.model.frozen.mapped.MAPPED_ROWS_BYTES", 1 << 16)
     tuned = adapter(base, tmp_path / "tuned", 0.03)
     done, console = exported(tuned, "Q4_K_M", tmp_path)
     (bar,) = console.bars

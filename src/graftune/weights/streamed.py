@@ -20,12 +20,10 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.kernels.gguf_dequant import KINDS, dequantise
 from graftune.kernels.gguf_dequant.reference import PLAIN
-from graftune.model.frozen import BlockSource, RowSource
+from graftune.model.frozen import BlockSource, RowSource, pieces
 from graftune.weights import safetensors_io
 from graftune.weights.gguf_quant import quantise
 from graftune.weights.safetensors_io import CarriedTensor
-
-PIECE_BYTES = 8 << 20  # fp32 bytes of a weight that exist at once
 
 
 @dataclass(frozen=True)
@@ -67,20 +65,10 @@ class Watcher:
 UNWATCHED = Watcher()
 
 
-def pieces(source: RowSource) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """(start, stop, rows in fp32 on the CPU); a vector is one piece."""
-    if len(source.shape) == 1:
-        yield 0, source.shape[0], source.values().float().cpu()
-        return
-    for start, stop in _ranges(source):
-        yield start, stop, source.read(start, stop).float().cpu()
-
-
-def _ranges(source: RowSource) -> Iterator[tuple[int, int]]:
-    """Ranges of rows that take PIECE_BYTES in fp32."""
-    size = max(1, PIECE_BYTES // (4 * math.prod(source.shape[1:])))
-    for start in range(0, source.shape[0], size):
-        yield start, min(start + size, source.shape[0])
+def _ranges(source: RowSource) -> list[tuple[int, int]]:
+    """The rows that are written at a time; a vector is written whole."""
+    rows, *inner = source.shape
+    return pieces(rows, math.prod(inner)) if inner else [(0, rows)]
 
 
 def raw(values: torch.Tensor) -> memoryview:
@@ -107,7 +95,8 @@ def _encoded(tensor: OutputTensor, watcher: Watcher) -> Iterator[memoryview]:
         for start, stop in _ranges(source):
             yield raw(cast(BlockSource, source).raw(start, stop))
     else:
-        for start, stop, values in pieces(source):
+        for start, stop in _ranges(source):
+            values = (source.read(start, stop) if len(source.shape) > 1 else source.values()).float().cpu()
             try:
                 blocks = quantise(values.reshape(-1, values.shape[-1]), tensor.kind)
             except GraftuneError as error:
