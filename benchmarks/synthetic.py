@@ -30,6 +30,7 @@ class RandomRows:
     shape: tuple[int, ...]
     device: torch.device
     dtype_name: str = "random"
+    raw = None
 
     @property
     def nbytes(self) -> int:

@@ -29,6 +29,7 @@ class ToyRows:
 
     codes: torch.Tensor
     dtype_name: str = "toy"
+    raw = None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ def more_bits(layer: int, layers: int) -> bool:
 def kind_of(name: str, source: RowSource, mix: str, spec: ModelSpec) -> str:
     """The block type of a tensor by its GGUF name. MXFP4 that is not changed stays so under every type: it would be
     larger in any other, and no better."""
-    kept = source.dtype_name == "MXFP4" and hasattr(source, "raw")
+    kept = source.dtype_name == "MXFP4" and source.raw is not None
     return "MXFP4" if kept else tensor_kind(name, tuple(source.shape), mix, spec)
 
 

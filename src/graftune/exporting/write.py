@@ -279,7 +279,7 @@ def _gguf(source: ExportSource, place: Path, kind: str, console: Console) -> Exp
     if kind in DTYPES:
         _report_survival(done, source, survival, kind.lower(), console)
     elif source.adapters:
-        rounded = any(t.kind == MXFP4 and not t.copied for t in tensors)
+        rounded = any(t.kind == MXFP4 and t.blocks is None for t in tensors)
         _report_noise(done, survival.ratio, "Q8_0" if kind == MXFP4 and not rounded else kind, console)
     spec = whole.spec
     window = max((shape.window for shape in spec.attention), default=0)

@@ -72,7 +72,7 @@ class UnreadWeight(Unread):
 def _without_contents(source: Any, tally: Tally) -> Any:
     """A copy that reads nothing and is still an instance of the source's class, which loading checks."""
     kind: Any = type(source)
-    copy: Any = object.__new__(_unread_kind(kind, hasattr(source, "raw")))
+    copy: Any = object.__new__(_unread_kind(kind, source.raw is not None))
     vars(copy)["tally"] = tally
     for name, value in vars(source).items():
         vars(copy)[name] = _without_contents(value, tally) if _is_source(value) else value

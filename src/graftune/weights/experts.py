@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
@@ -27,7 +27,7 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.kernels import gguf_dequant
 from graftune.model.feed_forward.experts import PARAMETERS, ExpertsSpec
-from graftune.model.frozen import BlockSource, RowSource
+from graftune.model.frozen import ReadBlocks, RowSource
 from graftune.model.frozen.formats import mxfp4
 from graftune.model.spec import ModelSpec
 from graftune.weights.rows import Converted, OfSeveral, Over, RowsByReading
@@ -56,7 +56,7 @@ class ExpertRows(Over):
         return (self.count, self.source.shape[1 if self.turned else 2])
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        if hasattr(self.source, "raw"):
+        if self.raw is not None:
             blocks = self._rows(start, stop)
             out = torch.empty(len(blocks), self.shape[1])
             gguf_dequant.dequantise(blocks, self.dtype_name, out)
@@ -65,10 +65,8 @@ class ExpertRows(Over):
         return self._mine(whole.t() if self.turned else whole)[start:stop].contiguous()
 
     @property
-    def raw(self) -> Callable[[int, int], torch.Tensor]:
-        """Its blocks; raises AttributeError where the source has none."""
-        cast(BlockSource, self.source).raw  # noqa: B018
-        return self._rows
+    def raw(self) -> ReadBlocks | None:
+        return None if self.source.raw is None else self._rows
 
     def _rows(self, start: int, stop: int) -> torch.Tensor:
         return self._mine(_blocks_of(cast(Any, self.source), self.expert))[start:stop].contiguous()
@@ -111,15 +109,13 @@ class Stack(OfSeveral):
         return torch.stack([source.values() for source in sources]).unflatten(0, (-1, self.members))
 
     @property
-    def raw(self) -> Callable[[int, int], torch.Tensor]:
-        """The blocks of all experts, one after the other; raises AttributeError where one has none."""
-        for part in self.parts:
-            cast(BlockSource, part).raw  # noqa: B018
-        return self._blocks
+    def raw(self) -> ReadBlocks | None:
+        """The blocks of all experts, one after the other."""
+        return None if any(part.raw is None for part in self.parts) else self.blocks
 
-    def _blocks(self, start: int, stop: int) -> torch.Tensor:
-        sources = self.parts[start * self.members : stop * self.members]
-        return torch.cat([cast(BlockSource, each).raw(0, each.shape[0]) for each in sources])
+    def blocks(self, start: int, stop: int) -> torch.Tensor:
+        sources: tuple[Any, ...] = self.parts[start * self.members : stop * self.members]
+        return torch.cat([source.raw(0, source.shape[0]) for source in sources])
 
     def divided(self, start: int, stored: torch.Tensor) -> Iterator[tuple[RowSource, torch.Tensor]]:
         """Each source with its values, out of rows from `start` on as they were stored."""
@@ -139,9 +135,9 @@ class InterleavedStack(Stack):
     def read(self, start: int, stop: int) -> torch.Tensor:
         return self._values(start, stop).transpose(1, 2).flatten(1, 2).transpose(1, 2).contiguous()
 
-    def _blocks(self, start: int, stop: int) -> torch.Tensor:
+    def blocks(self, start: int, stop: int) -> torch.Tensor:
         """Of [E, out, in], with rows in turns."""
-        by_member = super()._blocks(start, stop).unflatten(0, (stop - start, self.members, -1))
+        by_member = super().blocks(start, stop).unflatten(0, (stop - start, self.members, -1))
         return by_member.transpose(1, 2).flatten(0, 2)
 
     def divided(self, start: int, stored: torch.Tensor) -> Iterator[tuple[RowSource, torch.Tensor]]:
@@ -169,7 +165,7 @@ class Mxfp4Bytes(RowsByReading):
         return math.prod(self.shape)
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        found = mxfp4.to_folder(self.stack.raw(start, stop))[0 if self.codes else 1]
+        found = mxfp4.to_folder(self.stack.blocks(start, stop))[0 if self.codes else 1]
         return found.view(-1, *self.shape[1:])
 
     raw = read
@@ -224,7 +220,7 @@ def is_mxfp4(tensors: Mapping[str, RowSource], spec: ModelSpec) -> bool:
         for parameter in PARAMETERS for expert in range(part.experts) for name in part.names_of(expert, parameter)
     ]  # fmt: skip
     return bool(names) and all(
-        tensors[name].dtype_name == mxfp4.KIND and hasattr(tensors[name], "raw") for name in names
+        tensors[name].dtype_name == mxfp4.KIND and tensors[name].raw is not None for name in names
     )
 
 

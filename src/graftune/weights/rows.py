@@ -14,11 +14,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 import torch
 
-from graftune.model.frozen.interface import BlockSource, RowsByReading, RowSource
+from graftune.model.frozen.interface import ReadBlocks, RowsByReading, RowSource
 from graftune.model.part import FileOrder
 from graftune.model.spec import ModelSpec
 
@@ -85,9 +84,8 @@ class RowRange(Over):
         return self.source.gather(ids + self.first)
 
     @property
-    def raw(self) -> Callable[[int, int], torch.Tensor]:
-        """A GGUF's blocks; raises AttributeError where the source has none."""
-        return partial(self._range, cast(BlockSource, self.source).raw)
+    def raw(self) -> ReadBlocks | None:
+        return None if self.source.raw is None else partial(self._range, self.source.raw)
 
     def _range(self, read: Callable[[int, int], torch.Tensor], start: int, stop: int) -> torch.Tensor:
         return read(self.first + start, self.first + min(stop, self.count))
@@ -155,11 +153,9 @@ class Reordered(Over):
         return _sorted(self.source.values(), self.order)
 
     @property
-    def raw(self) -> Callable[[int, int], torch.Tensor]:
-        """A GGUF's blocks; raises AttributeError where the source has none, or where blocks lie across the order."""
-        if self.order.dim:
-            raise AttributeError("columns inside blocks cannot change places")
-        return partial(self.of, cast(BlockSource, self.source).raw)
+    def raw(self) -> ReadBlocks | None:
+        """Columns inside blocks cannot change places."""
+        return None if self.source.raw is None or self.order.dim else partial(self.of, self.source.raw)
 
     def of(self, read: Callable[[int, int], torch.Tensor], start: int, stop: int) -> torch.Tensor:
         """The rows of something with the source's rows. Most change places within a few heads, so those are read, not

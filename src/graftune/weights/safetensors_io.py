@@ -41,6 +41,7 @@ class SafetensorsTensor:
     name: str
     shape: tuple[int, ...]
     dtype_name: str
+    raw = None
 
     @property
     def nbytes(self) -> int:

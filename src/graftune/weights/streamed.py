@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import torch
 
 from graftune.errors import GraftuneError
 from graftune.kernels.gguf_dequant import KINDS, dequantise
 from graftune.kernels.gguf_dequant.reference import PLAIN
-from graftune.model.frozen import BlockSource, RowSource, pieces
+from graftune.model.frozen import ReadBlocks, RowSource, pieces
 from graftune.weights import safetensors_io
 from graftune.weights.gguf_quant import quantise
 from graftune.weights.safetensors_io import CarriedTensor
@@ -36,16 +36,18 @@ class OutputTensor:
 
     @property
     def nbytes(self) -> int:
-        if isinstance(self.source, CarriedTensor) or self.copied:
+        if isinstance(self.source, CarriedTensor) or self.blocks is not None:
             return self.source.nbytes
         block = KINDS[self.kind]
         return math.prod(self.source.shape) // block.values * block.bytes
 
     @property
-    def copied(self) -> bool:
-        """Whether the source has the blocks that are written: of the same type, and not changed."""
+    def blocks(self) -> ReadBlocks | None:
+        """Reads the blocks that are written, where the source has them: of the same type, and not changed."""
         source = self.source
-        return self.kind not in PLAIN and source.dtype_name == self.kind and hasattr(source, "raw")
+        if isinstance(source, CarriedTensor) or self.kind in PLAIN or source.dtype_name != self.kind:
+            return None
+        return source.raw
 
 
 # Called with a tensor, the first and last row of a piece, and a function that returns its first n rows as stored.
@@ -88,12 +90,12 @@ def write_tensor(file: BinaryIO, tensor: OutputTensor, watcher: Watcher = UNWATC
 
 def _encoded(tensor: OutputTensor, watcher: Watcher) -> Iterator[memoryview]:
     """The bytes of a tensor as the file stores them, piece by piece."""
-    source = tensor.source
+    source, blocks_of = tensor.source, tensor.blocks
     if isinstance(source, CarriedTensor):
         yield from source.pieces()
-    elif tensor.copied:
+    elif blocks_of is not None:
         for start, stop in _ranges(source):
-            yield raw(cast(BlockSource, source).raw(start, stop))
+            yield raw(blocks_of(start, stop))
     else:
         for start, stop in _ranges(source):
             values = (source.read(start, stop) if len(source.shape) > 1 else source.values()).float().cpu()

@@ -20,7 +20,7 @@ the formats (weight_format.py), and builder.py puts both together.
 
 from __future__ import annotations
 
-from graftune.model.frozen.interface import Augmented, BlockSource, Frozen, Packed, RowSource, row_stride
+from graftune.model.frozen.interface import Augmented, Frozen, Packed, ReadBlocks, RowSource, row_stride
 from graftune.model.frozen.mapped import MAPPED_ROWS_BYTES, Mapped, fill, pieces
 from graftune.model.frozen.resident import Dense, Fetched, Trained
 from graftune.model.frozen.scratch import Scratch, Table, Unpacked
@@ -28,12 +28,12 @@ from graftune.model.frozen.scratch import Scratch, Table, Unpacked
 __all__ = [
     "MAPPED_ROWS_BYTES",
     "Augmented",
-    "BlockSource",
     "Dense",
     "Fetched",
     "Frozen",
     "Mapped",
     "Packed",
+    "ReadBlocks",
     "RowSource",
     "Scratch",
     "Table",

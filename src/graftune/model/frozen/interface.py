@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -26,6 +26,9 @@ def row_stride(width: int, adapter_columns: int) -> int:
     return ceil_div(width + adapter_columns, 64) * 64 if adapter_columns else width
 
 
+ReadBlocks = Callable[[int, int], torch.Tensor]
+
+
 class RowSource(Protocol):
     """Rows of a weight matrix, in a file or in memory. Read in fp32, or in their own float dtype if it is narrower."""
 
@@ -40,16 +43,10 @@ class RowSource(Protocol):
     def values(self) -> torch.Tensor:
         """The whole tensor in its own shape: for vectors."""
 
-
-class BlockSource(Protocol):
-    """Rows of GGUF blocks in a file."""
-
     @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype_name(self) -> str: ...
-    def raw(self, start: int, stop: int) -> torch.Tensor:
-        """[rows, bytes of a row] uint8, in the model's order."""
+    def raw(self) -> ReadBlocks | None:
+        """Reads rows as a GGUF's blocks, [rows, bytes of a row] uint8, in the model's order; None: they are not stored
+        so."""
 
 
 class Packed(RowSource, Protocol):
@@ -76,6 +73,7 @@ class TensorRows:
     """A tensor in memory as a RowSource."""
 
     tensor: torch.Tensor
+    raw = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -113,6 +111,10 @@ class RowsByReading:
     def values(self) -> torch.Tensor:
         return self.read(0, self.shape[0])
 
+    @property
+    def raw(self) -> ReadBlocks | None:
+        return None
+
 
 @dataclass(frozen=True, eq=False)
 class CheckpointWeight(ABC):
@@ -123,6 +125,7 @@ class CheckpointWeight(ABC):
     parts: Mapping[str, RowSource]
     shape: tuple[int, ...]
     dtype_name: str
+    raw = None
 
     @property
     def nbytes(self) -> int:

@@ -12,7 +12,7 @@ from graftune import spans
 from graftune.kernels import gguf_dequant, launch, rehearsal
 from graftune.kernels.lora_linear import add_product_
 from graftune.model.bundles import Place
-from graftune.model.frozen.interface import BlockSource, Packed, RowSource
+from graftune.model.frozen.interface import Packed, ReadBlocks, RowSource
 
 MAPPED_ROWS_BYTES = 8 << 20  # fp32 bytes of a mapped weight that exist at once
 
@@ -79,26 +79,29 @@ def few_read(sources: Sequence[RowSource]) -> Iterator[tuple[RowSource, bool]]:
 def fill(target: torch.Tensor, source: RowSource) -> None:
     """Copy a source into a matrix of its shape, a few rows at a time."""
     device = launch.device_of(target)
+    blocks = _blocks_for(source, device)
     for start, stop in pieces(*source.shape):
-        if dequantised_there(source, device):
-            gguf_dequant.dequantise(_blocks(source, start, stop, device), source.dtype_name, target[start:stop])
-        else:
+        if blocks is None:
             target[start:stop].copy_(source.read(start, stop))
+        else:
+            gguf_dequant.dequantise(blocks(start, stop).to(device), source.dtype_name, target[start:stop])
 
 
 def read_to(source: RowSource, start: int, stop: int, device: torch.device) -> torch.Tensor:
     """Rows of a source on a device, as `read` has them."""
-    if not dequantised_there(source, device):
+    blocks = _blocks_for(source, device)
+    if blocks is None:
         return source.read(start, stop).to(device)
     out = torch.empty(stop - start, source.shape[1], dtype=torch.float32, device=device)
-    gguf_dequant.dequantise(_blocks(source, start, stop, device), source.dtype_name, out)
+    gguf_dequant.dequantise(blocks(start, stop).to(device), source.dtype_name, out)
     return out
 
 
-def dequantised_there(source: RowSource, device: torch.device) -> bool:
-    """Whether a source has GGUF blocks that are copied to a GPU as they are and dequantised there, to the same bits.
-    The CPU would need every core for it, and two runs that start at the same time would wait for each other."""
-    return launch.on_gpu(device) and gguf_dequant.is_quantised(source.dtype_name) and hasattr(source, "raw")
+def _blocks_for(source: RowSource, device: torch.device) -> ReadBlocks | None:
+    """Reads the GGUF blocks of a source, if they are copied to the device as they are and dequantised there, to the
+    same bits: a GPU does. The CPU would need every core for it, and two runs that start at the same time would wait for
+    each other."""
+    return source.raw if launch.on_gpu(device) and gguf_dequant.is_quantised(source.dtype_name) else None
 
 
 def numbers(source: RowSource) -> Iterator[torch.Tensor]:
@@ -108,16 +111,12 @@ def numbers(source: RowSource) -> Iterator[torch.Tensor]:
     elif len(source.shape) != 2:
         yield source.values()
     else:
-        blocks = gguf_dequant.is_quantised(source.dtype_name) and hasattr(source, "raw")
+        blocks = source.raw if gguf_dequant.is_quantised(source.dtype_name) else None
         for start, stop in pieces(*source.shape):
-            if blocks:
-                yield gguf_dequant.scales(cast(BlockSource, source).raw(start, stop), source.dtype_name)
-            else:
+            if blocks is None:
                 yield source.read(start, stop)
-
-
-def _blocks(source: RowSource, start: int, stop: int, device: torch.device) -> torch.Tensor:
-    return cast(BlockSource, source).raw(start, stop).to(device)
+            else:
+                yield gguf_dequant.scales(blocks(start, stop), source.dtype_name)
 
 
 def pieces(rows: int, width: int) -> list[tuple[int, int]]:

@@ -32,7 +32,7 @@ from graftune.model.arena import LoraGroup
 from graftune.model.fp8_projection import Fp8Projection
 from graftune.model.frozen.builder import WeightBuilder
 from graftune.model.frozen.fp8 import MOST_RANK, FetchedFp8, Fp8, Workspace
-from graftune.model.frozen.interface import Frozen, Packed, RowSource, loaded
+from graftune.model.frozen.interface import Frozen, Packed, RowsByReading, RowSource, loaded
 from graftune.model.frozen.weight_format import Option, WeightFormat
 from graftune.model.projection import Projection
 
@@ -48,15 +48,15 @@ KEPT = ", its codes kept for forward and backward"
 
 
 @dataclass(frozen=True)
-class Fp8Tensor:
-    """One weight of a checkpoint (a RowSource), dequantised when it is read."""
+class Fp8Tensor(RowsByReading):
+    """One weight of a checkpoint, dequantised when it is read."""
 
     codes: RowSource
     scales: torch.Tensor = field(repr=False)  # [blocks down, blocks across] fp32
     block: tuple[int, int]  # rows and columns that share a scale
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
         return self.codes.shape
 
     @property
@@ -72,9 +72,6 @@ class Fp8Tensor:
 
     def gather(self, ids: torch.Tensor) -> torch.Tensor:
         return self._scaled(self.codes.gather(ids), ids.cpu())
-
-    def values(self) -> torch.Tensor:
-        return self.read(0, self.shape[0])
 
     def _scaled(self, codes: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         values = codes.float()

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import cast
 
 import torch
 
 from graftune.kernels import gguf_dequant
 from graftune.kernels.gguf_dequant.reference import PLAIN
 from graftune.model.bundles import Place
-from graftune.model.frozen.interface import BlockSource, RowsByReading, RowSource
+from graftune.model.frozen.interface import RowsByReading, RowSource
 from graftune.model.frozen.mapped import pieces
 from graftune.model.frozen.weight_format import WeightFormat
 
@@ -60,7 +59,7 @@ class GgufFormat(WeightFormat):
     by_name = False
 
     def claims(self, source: RowSource) -> bool:
-        return hasattr(source, "raw") and source.dtype_name not in (*PLAIN, "MXFP4")
+        return source.raw is not None and source.dtype_name not in (*PLAIN, "MXFP4")
 
     def has_kernel(self, source: RowSource) -> bool:
         return source.dtype_name in gguf_dequant.KINDS
@@ -78,8 +77,9 @@ class GgufFormat(WeightFormat):
             blocks = torch.empty(rows, gguf_dequant.row_bytes(kind, width), dtype=torch.uint8, device=device)
             rest = blocks
             for source in members:
+                assert source.raw is not None, "the format claims sources of blocks only"
                 for start, stop in pieces(source.shape[0], width):
-                    rest[start:stop].copy_(cast(BlockSource, source).raw(start, stop))
+                    rest[start:stop].copy_(source.raw(start, stop))
                 rest = rest[source.shape[0] :]
             found.append(GgufRows(blocks, kind, width))
         return found

@@ -103,7 +103,7 @@ class Mxfp4Format(GgufFormat):
         return found, rest
 
     def claims(self, source: RowSource) -> bool:
-        return source.dtype_name == KIND and hasattr(source, "raw")
+        return source.dtype_name == KIND and source.raw is not None
 
 
 FORMATS = (Mxfp4Format(),)

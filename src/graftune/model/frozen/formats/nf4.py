@@ -39,6 +39,7 @@ class Nf4Rows:
 
     nf4: Nf4
     dtype_name: str = "nf4"
+    raw = None
 
     @staticmethod
     def quantised(source: RowSource, device: torch.device) -> Nf4Rows:
