@@ -7,13 +7,13 @@ so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from graftune.batch import Ahead, BatchLayout, Example, Field, PackedBatch
+from graftune.batch import Example, Field, PackedBatch
 from graftune.data.encoded import lengths_of, responses_of
 
 
@@ -54,26 +54,21 @@ def per_answer(log_probs: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     return sums.index_add(0, batch.extra["document"], log_probs.double())
 
 
-def layout_of(members: int, *fields: Field, ahead: Ahead | None = None) -> BatchLayout:
-    """The fields that `answers_of` reads, and others; the divisor counts groups of `members` answers."""
-    return BatchLayout(fields=(*FIELDS, *fields), shares=_SHARES[members], ahead=ahead)
-
-
 def _document_of_each_token(held: Sequence[Example]) -> np.ndarray:
     return np.repeat(np.arange(len(held)), lengths_of(held))
 
 
+# Shares of a loss that is divided by the number of answers, or of pairs. Functions of the module, so that layouts of
+# equal losses are equal.
 def one_each(held: Sequence[Example]) -> np.ndarray:
     return np.ones(len(held))
 
 
-def _half_each(held: Sequence[Example]) -> np.ndarray:
+def half_each(held: Sequence[Example]) -> np.ndarray:
     return np.full(len(held), 0.5)
 
 
-# Functions of the module, so that layouts of equal losses are equal.
-_SHARES: dict[int, Callable[[Sequence[Example]], np.ndarray]] = {1: one_each, 2: _half_each}
-FIELDS = (
+FIELDS = (  # those that `answers_of` reads
     Field("document", torch.int64, _document_of_each_token),
     Field("trained", torch.float32, responses_of, per="document"),
 )

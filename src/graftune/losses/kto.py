@@ -26,7 +26,7 @@ from graftune.data.encoded import lengths_of, numbers_of
 from graftune.data.kind import DataKind
 from graftune.data.pack import targets_of
 from graftune.data.pairs import RATED
-from graftune.losses.answers import FIELDS, answers_of, layout_of
+from graftune.losses.answers import FIELDS, answers_of, one_each
 from graftune.losses.interface import LogProbLoss
 
 
@@ -50,7 +50,7 @@ class KtoZero(LogProbLoss):
         self.desirable_weight, self.undesirable_weight = desirable_weight, undesirable_weight
 
     def fields_of(self, examples: Sequence[Example]) -> BatchLayout:
-        return layout_of(1, _LABEL)
+        return BatchLayout(fields=(*FIELDS, _LABEL), shares=one_each)
 
     def kl(self, batch: PackedBatch) -> torch.Tensor | float:
         return 0.0
@@ -85,7 +85,7 @@ class Kto(KtoZero):
     ahead = 2  # the sum over mismatched answers, and their number
 
     def fields_of(self, examples: Sequence[Example]) -> BatchLayout:
-        return layout_of(1, _LABEL, ahead=_MISMATCHED)
+        return BatchLayout(fields=(*FIELDS, _LABEL), shares=one_each, ahead=_MISMATCHED)
 
     def sums_ahead(self, log_probs: torch.Tensor, reference: torch.Tensor | None, batch: PackedBatch) -> torch.Tensor:
         answers = answers_of(log_probs, reference, batch)

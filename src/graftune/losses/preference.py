@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from graftune.batch import BatchLayout, Example, PackedBatch
 from graftune.data.kind import DataKind
 from graftune.data.pairs import PAIRS
-from graftune.losses.answers import Answers, answers_of, layout_of
+from graftune.losses.answers import FIELDS, Answers, answers_of, half_each
 from graftune.losses.interface import LogProbLoss
 
 Reference = Literal["", "base", "start"]
@@ -49,7 +49,7 @@ class PairLoss(LogProbLoss):
         self.beta, self.sft_share, self.reference = beta, sft_share, reference
 
     def fields_of(self, examples: Sequence[Example]) -> BatchLayout:
-        return layout_of(2)
+        return BatchLayout(fields=FIELDS, shares=half_each)
 
     @abstractmethod
     def of_pairs(self, chosen: Answers, rejected: Answers) -> torch.Tensor:
