@@ -103,7 +103,7 @@ def test_blocks_that_no_kernel_knows_are_refused(as_on_a_gpu):
 def test_a_files_blocks_are_uploaded_byte_by_byte(rows, as_on_a_gpu):
     base = quantised.gguf_base("Q5_1", quantised.spec(), "Q4_0", "F16")
     key = "layers.0.self_attn.k_proj.weight"
-    file = GgufTensor(key, GGMLQuantizationType.Q5_1, (32, 64), base.tensors[key].blocks.numpy())
+    file = GgufTensor(GGMLQuantizationType.Q5_1, (32, 64), base.tensors[key].blocks.numpy())
     turned = Reordered(file, FileOrder(0, torch.arange(31, -1, -1)))  # rows in another order, as Llama's are
     base = dataclasses.replace(base, tensors=dict(base.tensors) | {key: turned})
     if rows:  # tokens were added: rows that only pad the table are left off

@@ -52,7 +52,6 @@ _PLAIN = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "I8": np.int8
 class GgufTensor:
     """One tensor of the map: rows of blocks, dequantised only when and where they are read (a RowSource)."""
 
-    name: str
     kind: GGMLQuantizationType
     shape: tuple[int, ...]  # as torch would say it: slowest dimension first
     blocks: np.ndarray[Any, Any]  # [rows, bytes of a row], a view of the map
@@ -225,7 +224,7 @@ def _placed(
             where=str(cursor.path),
             fix="the file is cut short: download it again",
         )
-    return GgufTensor(name, kind, shape, raw[at:end].reshape(rows, row_bytes))
+    return GgufTensor(kind, shape, raw[at:end].reshape(rows, row_bytes))
 
 
 class _Cursor:
