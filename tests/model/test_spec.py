@@ -190,6 +190,7 @@ def test_a_pattern_of_letters_is_a_number_of_layers():
         ("granitemoehybrid", {"layer_types": ["attention", "mamba", "attention"]}, "has Mamba-2 layers"),
         ("granitemoehybrid", {"num_local_experts": 8}, "has experts beside the shared MLP"),
         ("ernie4_5", {"use_bias": True}, "use_bias is set"),
+        ("lfm3", {"layer_types": ["mamba"] * 5}, "kinds of layers"),
     ],
 )
 def test_variants_that_are_not_computed_are_refused(variant, values, what):

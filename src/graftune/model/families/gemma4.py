@@ -114,9 +114,7 @@ class Gemma4(Family):
         found = get.config.get("layer_types") or [
             FULL if (index + 1) % 6 == 0 else SLIDING for index in range(get.layers())
         ]
-        if not {FULL, SLIDING}.issuperset(found):
-            raise get.refused("kinds of layers")
-        return [kind == SLIDING for kind in get.by_layer(found)[:-1]] + [False]
+        return [kind == SLIDING for kind in get.by_layer(found, (FULL, SLIDING))[:-1]] + [False]
 
     def mixers(self, get: Getter) -> list[MixerSpec]:
         windowed, window = self.windowed(get), int(get.number("sliding_window", 0))
@@ -247,10 +245,6 @@ class Gemma4(Family):
     @property
     def top_names(self) -> dict[str, str]:
         return super().top_names | TOP
-
-    @property
-    def block_names(self) -> dict[str, str]:
-        return {ours: theirs for ours, theirs in super().block_names.items() if ours not in TOP}
 
 
 def _own_values(get: Getter, full: list[bool]) -> list[dict[str, Any]]:

@@ -142,7 +142,7 @@ class Lfm3(Lfm2):
         windowed = replace(attention, window=int(get.config.get("sliding_window") or 0), rope=local)
         kinds = {"conv": conv, "sliding_attention": windowed, "full_attention": attention}
         usual = [LFM3_KINDS[index % 4] if index else "conv" for index in range(get.layers())]
-        return [kinds[kind] for kind in get.by_layer(get.config.get("layer_types") or usual)]
+        return [kinds[kind] for kind in get.by_layer(get.config.get("layer_types") or usual, kinds)]
 
     def config(self, spec: ModelSpec, where: str = "") -> dict[str, Any]:
         shapes = [layer.mixer.attention for layer in spec.layers]

@@ -15,8 +15,7 @@ from graftune.model.feed_forward.router import RouterSpec
 from graftune.model.part import FeedForwardSpec
 from graftune.model.spec import ModelSpec
 
-SOFTMAX, SIGMOID = 1, 2  # llama.cpp's numbers
-GATING = "expert_gating_func"
+SIGMOID = 2  # llama.cpp's number
 # Family.folder_names, where folders number the projections of an expert.
 NUMBERED = {
     ".experts.N.gate_proj.": ".experts.N.w1.",
@@ -113,7 +112,7 @@ class Mixture(Family):
             )
         found = super().gguf_keys(spec, where)
         if router.score == "sigmoid":
-            found[GATING] = SIGMOID
+            found["expert_gating_func"] = SIGMOID
         return found | ({} if self.llama_cpp_normalises is not None else {"expert_weights_norm": router.normalised})
 
 

@@ -81,9 +81,7 @@ class QwenDelta(Family):
     def mixers(self, get: Getter) -> list[MixerSpec]:
         attention, delta = self.attention(get), self.delta(get)
         kinds = get.config.get("layer_types") or _spaced(get.layers(), get.whole("full_attention_interval"))
-        if not {LINEAR, FULL}.issuperset(kinds):
-            raise get.refused("kinds of layers")
-        return [delta if kind == LINEAR else attention for kind in get.by_layer(kinds)]
+        return [delta if kind == LINEAR else attention for kind in get.by_layer(kinds, (LINEAR, FULL))]
 
     def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
         """A GGUF says how wide the value heads are together."""

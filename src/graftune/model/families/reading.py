@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from graftune.errors import GraftuneError
@@ -50,9 +50,9 @@ class Getter:
             )
         return count
 
-    def by_layer(self, values: Sequence[Any]) -> list[Any]:
-        """A list with one entry for each layer."""
-        if len(values) != self.layers():
+    def by_layer(self, values: Sequence[Any], known: Collection[str] | None = None) -> list[Any]:
+        """A list with one entry for each layer, of which there are only the `known` ones."""
+        if len(values) != self.layers() or (known is not None and not set(known).issuperset(values)):
             raise self.refused("kinds of layers")
         return list(values)
 
