@@ -147,8 +147,7 @@ def part_names(name: str) -> list[str]:
 def read_gguf(path: str | Path) -> GgufFile:
     """One file, whatever it holds."""
     path = Path(path)
-    cursor = _opened(path)
-    tensor_count = cursor.count(24)
+    cursor, tensor_count = _opened(path)
     metadata: dict[str, Any] = {}
     for key, _, value in cursor.entries():
         if key in metadata:  # two readers could each take another
@@ -170,29 +169,27 @@ def read_gguf(path: str | Path) -> GgufFile:
     return GgufFile((path,), metadata, tensors)
 
 
-def _opened(path: Path) -> _Cursor:
-    """The file's header, behind magic and version."""
+def _opened(path: Path) -> tuple[_Cursor, int]:
+    """The file's header, behind the number of tensors, and that number."""
     cursor = _Cursor(open_map(path), path)
     if cursor.take(4) != MAGIC:
         raise GraftuneError("is not a GGUF file", where=str(path), fix="give a .gguf model or a Hugging Face folder")
     version = cursor.unpack("<I")
     if version not in (2, 3):
         raise GraftuneError(f"has GGUF version {version}", where=str(path), fix="only little-endian 2 and 3 are read")
-    return cursor
+    return cursor, cursor.count(24)
 
 
 def header_bytes(path: Path) -> dict[str, bytes]:
     """Each key of a file that `read_gguf` has read before, with its type and value as they are stored."""
-    cursor = _opened(path)
-    cursor.count(24)
+    cursor, _ = _opened(path)
     return {key: cursor.data[start : cursor.at] for key, start, _ in cursor.entries()}
 
 
 def is_adapter_file(path: Path) -> bool:
     """Whether a GGUF file declares itself an adapter. A damaged file is refused when it is read as a whole."""
     try:
-        cursor = _opened(path)
-        cursor.count(24)
+        cursor, _ = _opened(path)
         for key, _, value in cursor.entries():
             if key == "general.type":
                 return bool(value == "adapter")
