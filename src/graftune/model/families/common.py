@@ -74,6 +74,7 @@ class Family:
     bias: bool = False  # of queries, keys and values
     qk_norm: bool = False
     wide_qk_norm: bool = False  # over all heads together
+    attention_fields: Mapping[str, Any] = field(default_factory=dict)  # further values of AttentionSpec
     fused: bool = False  # checkpoints hold q, k and v as one projection
     mlp: str = "mlp"  # the feed-forward's module and projections on disk; two names where gate and up are one
     mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
@@ -167,7 +168,7 @@ class Family:
                 f"{heads} heads do not divide by {kv_heads} key heads", where=get.where, fix="download the model again"
             )
         head_width = self.head_width(get)
-        return AttentionSpec(
+        found = AttentionSpec(
             width=width,
             heads=heads,
             kv_heads=kv_heads,
@@ -183,6 +184,7 @@ class Family:
             wide_qk_norm=self.wide_qk_norm,
             norm_offset=self.norm_offset,
         )
+        return replace(found, **self.attention_fields)
 
     def head_width(self, get: Getter) -> int:
         return int(get.config.get("head_dim") or get.whole("hidden_size") // get.whole("num_attention_heads"))

@@ -140,9 +140,6 @@ class Gemma4(Family):
             found.append(mixer)
         return found
 
-    def attention(self, get: Getter) -> AttentionSpec:
-        return replace(super().attention(get), score_scale=1.0, v_norm=True, unweighted=("v_norm",))
-
     # GGUF
 
     def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -312,6 +309,7 @@ COMMON: dict[str, Any] = {
     "architecture": "gemma4",
     "norms": AROUND,
     "qk_norm": True,
+    "attention_fields": {"score_scale": 1.0, "v_norm": True, "unweighted": ("v_norm",)},
     "windows": "alternate",
     "windows_in_llama_cpp": True,
     "local_rope": True,

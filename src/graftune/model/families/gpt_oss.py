@@ -18,7 +18,6 @@ from graftune.model.families.mixture import Mixture
 from graftune.model.families.reading import Config, Getter
 from graftune.model.feed_forward.experts import ExpertsSpec
 from graftune.model.feed_forward.router import RouterSpec
-from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.spec import ModelSpec
 
 YARN = {
@@ -38,9 +37,6 @@ class GptOss(Mixture):
         if not found.get("rope_parameters") and not found.get("rope_scaling"):
             found["rope_scaling"] = YARN
         return found
-
-    def attention(self, get: Getter) -> AttentionSpec:
-        return replace(super().attention(get), out_bias=True, sinks=True)
 
     def experts(self, get: Getter) -> ExpertsSpec:
         if (get.number("swiglu_limit", LIMIT), get.number("swiglu_alpha", ALPHA)) != (LIMIT, ALPHA):
@@ -69,6 +65,7 @@ GPT_OSS = (
         architecture="gpt-oss",
         defaults={"head_dim": 64, "rope_theta": 150_000.0, "rms_norm_eps": 1e-5, "sliding_window": 128},
         bias=True,
+        attention_fields={"out_bias": True, "sinks": True},
         windows="alternate",
         pattern=2,
         windows_in_llama_cpp=True,

@@ -96,9 +96,6 @@ class Granite4(Family):
 
 @dataclass(frozen=True)
 class GraniteSwa(LayerThetas):
-    def attention(self, get: Getter) -> AttentionSpec:
-        return replace(super().attention(get), sinks=True)
-
     def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
         config = super().gguf_config(metadata, tensors, where)
         rotated = metadata.get(f"{self.arch}.attention.rope_pattern")
@@ -114,6 +111,7 @@ GRANITE = (
     GraniteSwa(
         "granite_swa",
         "GraniteSWAForCausalLM",
+        attention_fields={"sinks": True},
         windows="alternate",
         windows_in_llama_cpp=True,
         gguf_names={"self_attn.sinks": "attn_sinks.weight"},

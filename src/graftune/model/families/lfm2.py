@@ -54,9 +54,6 @@ class Lfm2(Family):
         named = {"intermediate_size": ffn, "rms_norm_eps": config.get("norm_eps", 1e-5), "tie_word_embeddings": tied}
         return super().completed(config) | named
 
-    def attention(self, get: Getter) -> AttentionSpec:
-        return replace(super().attention(get), out="out_proj", qk_norms=("q_layernorm", "k_layernorm"))
-
     def mixers(self, get: Getter) -> list[MixerSpec]:
         conv, attention = ShortConvSpec(get.whole("hidden_size"), get.whole("conv_L_cache")), self.attention(get)
         if get.config.get("layer_types"):
@@ -134,7 +131,7 @@ class Lfm3(Lfm2):
 
     def attention(self, get: Getter) -> AttentionSpec:
         gate = "head" if get.config["use_attention_gate"] else "none"
-        return replace(Family.attention(self, get), gate=gate, gate_proj="g_proj")
+        return replace(super().attention(get), gate=gate)
 
     def mixers(self, get: Getter) -> list[MixerSpec]:
         attention, conv = self.attention(get), ShortConvSpec(get.whole("hidden_size"), get.whole("conv_L_cache"))
@@ -155,6 +152,7 @@ class Lfm3(Lfm2):
         }
 
 
+LFM2_ATTENTION = {"out": "out_proj", "qk_norms": ("q_layernorm", "k_layernorm")}
 CONV_KEYS = {"conv_L_cache": "shortconv.l_cache"}
 LFM2_NAMES = NAMES | {
     "self_attn.out_proj": "attn_output",
@@ -172,6 +170,7 @@ LFM2 = (
         "lfm2",
         "Lfm2ForCausalLM",
         defaults={"rope_theta": 1_000_000.0, "conv_L_cache": 3},
+        attention_fields=LFM2_ATTENTION,
         keys=CONV_KEYS,
         gguf_names=LFM2_NAMES,
         **LFM2_COMMON,
@@ -180,6 +179,7 @@ LFM2 = (
         "lfm2_moe",
         "Lfm2MoeForCausalLM",
         architecture="lfm2moe",
+        attention_fields=LFM2_ATTENTION,
         defaults={
             "rope_theta": 1_000_000.0,
             "conv_L_cache": 3,
@@ -221,6 +221,7 @@ LFM2 = (
         norms=("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"),
         final_norm="embedding_norm",
         qk_norm=True,
+        attention_fields={"gate_proj": "g_proj"},
         **FEED_FORWARD,
         local_rope=True,
         in_llama_cpp=False,

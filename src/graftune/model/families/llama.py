@@ -115,9 +115,6 @@ class Hunyuan(Family):
             found |= {"rope_parameters": {"rope_type": "default", "rope_theta": stretched}, "rope_scaling": None}
         return found
 
-    def attention(self, get: Getter) -> AttentionSpec:
-        return replace(super().attention(get), norm_after_rope=True, qk_norms=("query_layernorm", "key_layernorm"))
-
 
 LLAMA = (
     Mixture(
@@ -179,6 +176,7 @@ LLAMA = (
         architecture="hunyuan-dense",
         defaults={"rms_norm_eps": 1e-5},
         qk_norm=True,
+        attention_fields={"norm_after_rope": True, "qk_norms": ("query_layernorm", "key_layernorm")},
         gguf_names={"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},
     ),
 )

@@ -10,7 +10,7 @@ order.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from graftune.arithmetic import ceil_div
@@ -18,7 +18,6 @@ from graftune.errors import GraftuneError
 from graftune.model.families.common import Family
 from graftune.model.families.mixture import Mixture
 from graftune.model.families.reading import Config, Getter
-from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.mixers.gated_delta import DeltaHeads, GatedDeltaSpec
 from graftune.model.part import MixerSpec
 from graftune.model.spec import ModelSpec
@@ -63,9 +62,6 @@ LINEAR, FULL = "linear_attention", "full_attention"
 class QwenDelta(Family):
     by_key_head: bool = False  # GatedDeltaSpec.by_key_head
     tiled_in_gguf: bool = False  # GatedDeltaSpec.tiled
-
-    def attention(self, get: Getter) -> AttentionSpec:
-        return replace(super().attention(get), gate="in_q")
 
     def delta(self, get: Getter) -> GatedDeltaSpec:
         sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
@@ -201,7 +197,12 @@ DELTA_NAMES_35 = DELTA_NAMES | {
     "linear_attn.in_proj_b": "ssm_beta",
     "linear_attn.in_proj_a": "ssm_alpha",
 }
-DELTA_COMMON: dict[str, Any] = {"norm_offset": 1.0, "qk_norm": True, "partial_rope": True}
+DELTA_COMMON: dict[str, Any] = {
+    "norm_offset": 1.0,
+    "qk_norm": True,
+    "attention_fields": {"gate": "in_q"},
+    "partial_rope": True,
+}
 DELTA_MIXTURE: dict[str, Any] = {
     "experts_key": "num_experts",
     "expert_ffn_key": "moe_intermediate_size",
