@@ -80,14 +80,14 @@ def test_as_many_samples_together_as_fit_the_cache(
     size = CacheSize.of(quantised.spec(), torch.float32)
     assert size == (0, {0: size.most_per_token}, size.most_per_token), "attention keeps something per token alone"
     found = CacheShape.of(size, requests, tokens * size.most_per_token)
-    assert found == (places, ((0, pages),), max(-(-one.final // PAGE) for one in requests))
+    assert found == (places, {0: pages}, max(-(-one.final // PAGE) for one in requests))
 
 
 def test_states_and_windows_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caches, "CHUNK", 32)
     size = CacheSize(per_sequence=80, per_token={0: 5, 40: 5}, most_per_token=20)
     found = CacheShape.of(size, [Request(100, 1600)] * 9, 20_000)
-    assert found == (2, ((0, 200), (40, 12)), 100), "100 pages each, and 6 for a window of 40 and a pass of 32"
+    assert found == (2, {0: 200, 40: 12}, 100), "100 pages each, and 6 for a window of 40 and a pass of 32"
     larger = found._replace(places=4)
     assert larger.covers(found) and not found.covers(larger) and found.joined(larger) == larger
 
@@ -115,7 +115,9 @@ def without_cache(
 ) -> list[int]:
     """What generate should say after each of the text's tokens from `start` on, by one forward over the whole text."""
     logits, at = found.logits([text[:-1]], adapted=adapted)[start - 1 :], torch.arange(start, len(text))
-    return draw.draw(logits, sampling.mode, sampling.settings(logits.device), at * 0, at).tokens.tolist()
+    chosen = sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed
+    settings = draw.DrawSettings.of(*chosen, logits.device)
+    return draw.draw(logits, sampling.mode, settings, at * 0, at).tokens.tolist()
 
 
 def test_cached_logits_equal_the_whole_texts(ours: oracle.Ours, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +187,7 @@ def drawn(
             answers[index] += tokens
     assert kept == [(x.data_ptr(), x.shape) for x in held], "the memory is the same from beginning to end"
     assert {w: sorted(pages) for w, pages in sampler.cache.free.items()} == {
-        w: list(range(1, count + 1)) for w, count in sampler.shape.pages
+        w: list(range(1, count + 1)) for w, count in sampler.shape.pages.items()
     }, "every page was given back"
     return answers
 

@@ -83,7 +83,7 @@ class CacheShape(NamedTuple):
     """Everything that the memory of a cache follows from."""
 
     places: int  # sequences that are continued together
-    pages: tuple[tuple[int, int], ...]  # (window, pages), without page 0
+    pages: Mapping[int, int]  # by window, without page 0
     width: int  # pages of one sequence at most: the width of its table
 
     @staticmethod
@@ -104,33 +104,32 @@ class CacheShape(NamedTuple):
             places += 1
             pages = {w: pages[w] + needs[index][w] for w in pages}
         pages = {w: max(count, *(need[w] for need in needs)) for w, count in pages.items()}  # each one fits by itself
-        return CacheShape(places, tuple(pages.items()), max(ceil_div(one.final, PAGE) for one in requests))
+        return CacheShape(places, pages, max(ceil_div(one.final, PAGE) for one in requests))
 
     def holds(self, requests: Sequence[Request]) -> bool:
         """Whether every single sample fits, so that each of them gets its turn."""
         return all(
             ceil_div(one.final, PAGE) <= self.width
-            and all(own_pages(one, w) + shared_pages(one, w) <= count for w, count in self.pages)
+            and all(own_pages(one, w) + shared_pages(one, w) <= count for w, count in self.pages.items())
             for one in requests
         )
 
     def covers(self, other: CacheShape) -> bool:
-        pages = dict(self.pages)
-        enough = all(pages.get(window, 0) >= count for window, count in other.pages)
+        enough = all(self.pages.get(window, 0) >= count for window, count in other.pages.items())
         return enough and self.places >= other.places and self.width >= other.width
 
     def joined(self, other: CacheShape) -> CacheShape:
-        pages = {w: max(dict(self.pages).get(w, 0), count) for w, count in other.pages}
-        return CacheShape(max(self.places, other.places), tuple(pages.items()), max(self.width, other.width))
+        pages = {w: max(self.pages.get(w, 0), count) for w, count in other.pages.items()}
+        return CacheShape(max(self.places, other.places), pages, max(self.width, other.width))
 
     def rounded_up(self) -> CacheShape:
         """With pages up to a power of two: a chat that grows with every turn outgrows its cache a few times only, and
         every new cache needs new graphs."""
-        pages = tuple((window, launch.power_of_two(count)) for window, count in self.pages)
+        pages = {window: launch.power_of_two(count) for window, count in self.pages.items()}
         return CacheShape(self.places, pages, launch.power_of_two(self.width))
 
     def bytes(self, size: CacheSize) -> int:
-        rows = sum((count + 1) * PAGE * size.per_token[window] for window, count in self.pages)
+        rows = sum((count + 1) * PAGE * size.per_token[window] for window, count in self.pages.items())
         return rows + (self.places + 1) * size.per_sequence
 
 
@@ -139,7 +138,7 @@ class Cache:
 
     def __init__(self, spec: ModelSpec, shape: CacheShape, device: torch.device, dtype: torch.dtype):
         self.shape, self.device = shape, device
-        rows = {window: (count + 1) * PAGE for window, count in shape.pages}
+        rows = {window: (count + 1) * PAGE for window, count in shape.pages.items()}
         with rehearsal.owned(CACHE):
             self.layers = [layer.mixer.new_cache(shape.places + 1, rows, device, dtype) for layer in spec.layers]
             table = (shape.places, shape.width)
@@ -150,7 +149,7 @@ class Cache:
 
     def reset(self) -> None:
         """All pages are free."""
-        self.free = {window: list(range(count, 0, -1)) for window, count in self.shape.pages}
+        self.free = {window: list(range(count, 0, -1)) for window, count in self.shape.pages.items()}
 
     @property
     def spare(self) -> int:

@@ -196,15 +196,6 @@ def _reshaped(source: RowSource, shape: tuple[int, ...]) -> Converted:
     return Converted(source, lambda values: values.reshape(shape), shape)
 
 
-def _decay_of_gguf(values: torch.Tensor) -> torch.Tensor:
-    """A delta net's decay rates, of which a GGUF stores -exp."""
-    return (-values.float()).log()
-
-
-def _decay_to_gguf(values: torch.Tensor) -> torch.Tensor:
-    return -values.float().exp()
-
-
 def shapes_of(spec: ModelSpec, name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Of a tensor that a part has beside its projections: its shape here, and in a GGUF, which leaves out dimensions of
     one (a depthwise convolution's taps are [D, 1, K] in Hugging Face's folders). None where they are the same."""
@@ -215,14 +206,14 @@ def shapes_of(spec: ModelSpec, name: str) -> tuple[tuple[int, ...], tuple[int, .
 
 def from_file(source: RowSource, file: str, spec: ModelSpec, name: str) -> RowSource:
     """A tensor as the engine uses it, out of a file of this kind. Wrong shapes are refused later (`open_base`)."""
-    shapes, part = shapes_of(spec, name), spec.part_of(name)
+    shapes, (part, inner) = shapes_of(spec, name), spec.part_of(name)
     if file == "gguf" and shapes is not None and source.shape == shapes[1]:
         source = _reshaped(source, shapes[0])
     # A damaged file may claim heads whose order would not fit into memory.
-    fits = part[0] is not None and part[0].weights.get(part[0].named(part[1])) == tuple(source.shape)
+    fits = part is not None and part.weights.get(part.named(inner)) == tuple(source.shape)
     order = order_in(file, spec, name) if fits else None
-    if file == "gguf" and part[0] is not None and part[1] in part[0].log_decays:
-        source = Converted(source, _decay_of_gguf)
+    if file == "gguf" and part is not None and inner in part.log_decays:
+        source = Converted(source, lambda values: (-values.float()).log())
     if order is not None:
         source = Reordered(source, order.inverse())
     shift = spec.norm_offset(name) if file == "folder" else 0.0
@@ -231,14 +222,14 @@ def from_file(source: RowSource, file: str, spec: ModelSpec, name: str) -> RowSo
 
 def to_file(source: RowSource, file: str, spec: ModelSpec, name: str) -> RowSource:
     """The reverse. What was read from such a file, and did not change since, is what the file had, to the bit."""
-    order, shapes, part = order_in(file, spec, name), shapes_of(spec, name), spec.part_of(name)
+    order, shapes, (part, inner) = order_in(file, spec, name), shapes_of(spec, name), spec.part_of(name)
     shift = spec.norm_offset(name) if file == "folder" else 0.0
     if shift:
         source = source.source if isinstance(source, Converted) else _added(source, -shift)
     if order is not None:
         source = Reordered(source, order)
-    if file == "gguf" and part[0] is not None and part[1] in part[0].log_decays:
-        source = source.source if isinstance(source, Converted) else Converted(source, _decay_to_gguf)
+    if file == "gguf" and part is not None and inner in part.log_decays:
+        source = source.source if isinstance(source, Converted) else Converted(source, lambda v: -v.float().exp())
     if file == "gguf" and shapes is not None:
         source = _reshaped(source, shapes[1])
     return source
