@@ -34,6 +34,14 @@ _REACH = {
     **{"Q4_0": 7, "Q5_0": 15, "Q8_0": 127, "Q5_1": 1, "Q3_K": 3 * 31, "Q4_K": 63, "Q5_K": 63},
     **{"Q6_K": 31 * 127, "IQ4_NL": 113, "IQ4_XS": 31 * 113, "MXFP4": 1e33},
 }
+# The levels of the kinds whose codes are whole numbers; the others have those of the curve.
+_RANGES = {"Q4_0": search.Range(-8, 7), "Q3_K": search.Range(-4, 3), "Q6_K": search.Range(-32, 31)}
+# Of the kinds with scales of groups beside the one of a block: how many, what they may be, and how they are packed.
+_GROUPED = {
+    "Q3_K": (16, search.Range(-32, 31), pack.q3_k),
+    "Q6_K": (16, search.Range(-128, 127), pack.q6_k),
+    "IQ4_XS": (8, search.Range(-32, 31), pack.iq4_xs),
+}
 _SURE = 3e4  # less than fp16's 65504: a search may end with a scale above the first one
 
 
@@ -93,28 +101,18 @@ def _check(largest: float, reach: float, kind: str) -> None:
 
 
 def _parts(x: torch.Tensor, kind: str) -> pack.Parts:
-    curve = search.curve()
-    if kind == "Q4_0":
-        within, grouped = search.Range(-8, 7), _groups(x, 1)
-        scale = search.scaled(grouped, within)
-        codes = within.nearest(grouped, search.inverse(scale.float()), grouped)
-        return pack.legacy(scale[0], _bytes(codes.sub_(within.low)))
-    if kind == "IQ4_NL":
+    if kind in ("Q4_K", "Q5_K"):
+        scale, least, small, minima, codes = search.shifted_groups(_groups(x, 8), 15 if kind == "Q4_K" else 31)
+        return pack.with_minima(kind, (scale, least), small.t(), minima.t(), _bytes(codes))
+    levels = _RANGES.get(kind) or search.curve()
+    if kind not in _GROUPED:
         grouped = _groups(x, 1)
-        scale = search.scaled(grouped, curve)
-        return pack.legacy(scale[0], _bytes(curve.codes(grouped, search.inverse(scale.float()))))
-    if kind == "IQ4_XS":
-        grouped = _groups(x, 8)
-        scale, small = search.scaled_groups(grouped, curve, search.Range(-32, 31))
-        return pack.iq4_xs(scale, small.t(), _bytes(curve.codes(grouped, search.inverse(scale.float() * small))))
-    if kind in ("Q3_K", "Q6_K"):
-        half, write = (4, pack.q3_k) if kind == "Q3_K" else (32, pack.q6_k)
-        within, grouped = search.Range(-half, half - 1), _groups(x, 16)
-        scale, small = search.scaled_groups(grouped, within, search.Range(*((-32, 31) if half == 4 else (-128, 127))))
-        codes = within.nearest(grouped, search.inverse(scale.float() * small), grouped)
-        return write(scale, small.t(), _bytes(codes.add_(half)))
-    scale, least, small, minima, codes = search.shifted_groups(_groups(x, 8), 15 if kind == "Q4_K" else 31)
-    return pack.with_minima(kind, (scale, least), small.t(), minima.t(), _bytes(codes))
+        scale = search.scaled(grouped, levels)
+        return pack.legacy(scale[0], _bytes(levels.codes(grouped, search.inverse(scale.float()))))
+    groups, within, write = _GROUPED[kind]
+    grouped = _groups(x, groups)
+    scale, small = search.scaled_groups(grouped, levels, within)
+    return write(scale, small.t(), _bytes(levels.codes(grouped, search.inverse(scale.float() * small))))
 
 
 def _groups(x: torch.Tensor, groups: int) -> torch.Tensor:

@@ -76,6 +76,10 @@ class Range(NamedTuple):
         """The level nearest to x * per_step, into `out`."""
         return torch.mul(x, per_step, out=out).round_().clamp_(self.low, self.high)
 
+    def codes(self, x: torch.Tensor, per_step: torch.Tensor) -> torch.Tensor:
+        """The levels counted from the lowest, in the memory of x."""
+        return self.nearest(x, per_step, x).sub_(self.low)
+
 
 class Curve:
     """The sixteen uneven levels of IQ4_NL and IQ4_XS. Borders between them lie on halves, so a table over half steps
