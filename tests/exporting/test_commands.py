@@ -115,7 +115,6 @@ def test_shards_dtype_and_survival(run: Path, tmp_path: Path, monkeypatch: pytes
     transformers.AutoModelForCausalLM.from_pretrained(run.parent / "base", dtype=torch.bfloat16).save_pretrained(base)
     models.tokenizer().save(base)
     monkeypatch.setattr(model, "SHARD_BYTES", 20_000)
-    monkeypatch.setattr(model.write_model, "__kwdefaults__", model.write_model.__kwdefaults__ | {"shard_bytes": 20_000})
     shares = []
     for size in (0.05, 3e-5):
         opening = opened(base, rank=4)

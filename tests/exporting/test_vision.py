@@ -116,11 +116,14 @@ def test_a_merged_folder_has_every_tensor_of_its_base(variant: str, shard: str, 
 
 
 @pytest.mark.parametrize("variant", VISION)
-def test_a_model_that_trained_whole_carries_them_too(variant: str, tmp_path: Path) -> None:
+def test_a_model_that_trained_whole_carries_them_too(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_folder(variant, tmp_path / "model")
     side = oracle.whole(folder)
     side.arena.weights.mul_(1.01)
-    save_model(tmp_path / "out", side.arena, side.base, hf_config(side.base), torch.float32, shard_bytes=20_000)
+    monkeypatch.setattr("graftune.weights.model.SHARD_BYTES", 20_000)
+    save_model(tmp_path / "out", side.arena, side.base, hf_config(side.base), torch.float32)
     want, got = stored_bytes(folder), stored_bytes(tmp_path / "out")
     assert set(want) == set(got) and len(weight_files(tmp_path / "out")) > 3
     assert all((want[name] == got[name]) != is_text(name) for name in want)

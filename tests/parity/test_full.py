@@ -211,12 +211,16 @@ FOLDERS = ["llama", "llama-untied", "llama-yarn", "qwen2", "qwen3", "mistral-win
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("variant", FOLDERS)
-def test_transformers_loads_what_is_saved(variant: str, tiny_folder: Folder, tmp_path: Path) -> None:
+def test_transformers_loads_what_is_saved(
+    variant: str, tiny_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours = oracle.whole(tiny_folder(variant))
     take(Step(ours.decoder, ours.arena), [examples(30, 20)], lr=1e-2)
     documents = [e.tokens for e in examples(37, 11)]
     config = hf_config(ours.base)
-    save_model(tmp_path / "wide", ours.arena, ours.base, config, torch.float32, shard_bytes=40_000)
+    with monkeypatch.context() as patch:
+        patch.setattr("graftune.weights.model.SHARD_BYTES", 40_000)
+        save_model(tmp_path / "wide", ours.arena, ours.base, config, torch.float32)
     shards = sorted(p.name for p in (tmp_path / "wide").glob("model*.safetensors"))
     assert len(shards) > 3 and shards[0] == f"model-00001-of-{len(shards):05}.safetensors"
     want = ours.logits(documents)

@@ -46,20 +46,13 @@ def is_model(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
-def save_model(
-    folder: Path,
-    arena: Arena,
-    base: Base,
-    config: dict[str, Any],
-    dtype: torch.dtype,
-    shard_bytes: int = SHARD_BYTES,
-) -> None:
+def save_model(folder: Path, arena: Arena, base: Base, config: dict[str, Any], dtype: torch.dtype) -> None:
     """Writes a fully trained model into a new folder beside the target and renames it, so that a reader finds the old
     model or the new one. `config` is the result of `hf_config` at the start of the run."""
     if folder.exists() and not is_model(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise GraftuneError("is in use for something else", where=str(folder), fix="save the model to a new folder")
     sources = {name: TensorRows(arena.view(name, arena.weights)) for name in arena.slots}
-    write_model(folder, sources, dict.fromkeys(sources, dtype), base, config, shard_bytes=shard_bytes)
+    write_model(folder, sources, dict.fromkeys(sources, dtype), base, config)
 
 
 def write_model(
@@ -70,7 +63,6 @@ def write_model(
     config: dict[str, Any],
     *,
     in_mxfp4: bool = False,
-    shard_bytes: int = SHARD_BYTES,
     watcher: Watcher = UNWATCHED,
 ) -> None:
     """Weights by our names, the tokenizer and template of `base`, and `config`: written aside, read back, put in place.
@@ -86,7 +78,7 @@ def write_model(
     config = config | ({"quantization_config": mxfp4.QUANTISATION} if in_mxfp4 else {})
     carried = carried_outputs(base.carried_to("safetensors"))
     with new_folder(folder) as aside:
-        sums = _write_weights(aside, [*tensors, *carried], shard_bytes, watcher)
+        sums = _write_weights(aside, [*tensors, *carried], watcher)
         counts = Counter(t.kind for t in tensors if len(t.source.shape) > 1 and t.kind in DTYPES)
         dtype = str(DTYPES[counts.most_common(1)[0][0]]).removeprefix("torch.")
         _write_json(aside / CONFIG, config | {"dtype": dtype, "torch_dtype": dtype})
@@ -106,8 +98,8 @@ def _check(folder: Path, sources: Mapping[str, RowSource], base: Base) -> None:
         raise GraftuneError("reads back as another model", where=str(folder), fix="report this, with its base")
 
 
-def _write_weights(folder: Path, tensors: list[OutputTensor], shard_bytes: int, watcher: Watcher) -> dict[str, int]:
-    shards = list(_shards(tensors, shard_bytes))
+def _write_weights(folder: Path, tensors: list[OutputTensor], watcher: Watcher) -> dict[str, int]:
+    shards = list(_shards(tensors))
     where: dict[str, str] = {}
     sums: dict[str, int] = {}
     for number, shard in enumerate(shards, 1):
@@ -120,14 +112,14 @@ def _write_weights(folder: Path, tensors: list[OutputTensor], shard_bytes: int, 
     return sums
 
 
-def _shards(tensors: list[OutputTensor], limit: int) -> Iterator[list[OutputTensor]]:
-    """Splits the tensors, in order, into shards of at most `limit` bytes."""
+def _shards(tensors: list[OutputTensor]) -> Iterator[list[OutputTensor]]:
+    """Splits the tensors, in order, into shards of at most SHARD_BYTES."""
     shard: list[OutputTensor] = []
-    left = limit
+    left = SHARD_BYTES
     for tensor in tensors:
         if shard and tensor.nbytes > left:
             yield shard
-            shard, left = [], limit
+            shard, left = [], SHARD_BYTES
         shard.append(tensor)
         left -= tensor.nbytes
     yield shard
