@@ -149,8 +149,10 @@ class Sampler:
                 self.waiting.popleft()
         if started:
             self._read_prompts(started)
-            facts = [(one.prompt.tokens[-1], one.prompt.request, numbers[one.index]) for one in started]
-            begun = [(token, request.cached, request.final, number) for token, request, number in facts]
+            begun = [
+                (one.prompt.tokens[-1], one.prompt.request.cached, one.prompt.request.final, numbers[one.index])
+                for one in started
+            ]
             self.batch.start([one.place for one in started], begun)
         size = self._size() if self.running else 0
         inside = [place for place in range(size) if place not in self.running]
