@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 
 from graftune.errors import GraftuneError, one_line
 from graftune.io.files import check_plain, new_file
+from graftune.model.frozen.interface import RowsByReading
 from graftune.weights.opening import read_json
 
 MOST_DIMENSIONS = 8
@@ -33,15 +34,14 @@ _SIZES = {"BF16": 2, "F16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8
 
 
 @dataclass(frozen=True)
-class SafetensorsTensor:
-    """One tensor of an open shard (a RowSource)."""
+class SafetensorsTensor(RowsByReading):
+    """One tensor of an open shard."""
 
     file: Path
     shard: Any
     name: str
     shape: tuple[int, ...]
     dtype_name: str
-    raw = None
 
     @property
     def nbytes(self) -> int:

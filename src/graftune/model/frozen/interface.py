@@ -68,15 +68,33 @@ class Packed(RowSource, Protocol):
         """Floats that are all finite exactly where all values are: of codes, their scales."""
 
 
+class RowsByReading:
+    """The parts of a RowSource that follow from `read` and `shape`."""
+
+    shape: tuple[int, ...]
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.values().index_select(0, ids.cpu())
+
+    def values(self) -> torch.Tensor:
+        return self.read(0, self.shape[0])
+
+    @property
+    def raw(self) -> ReadBlocks | None:
+        return None
+
+
 @dataclass(frozen=True)
-class TensorRows:
+class TensorRows(RowsByReading):
     """A tensor in memory as a RowSource."""
 
     tensor: torch.Tensor
-    raw = None
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
         return tuple(self.tensor.shape)
 
     @property
@@ -97,27 +115,8 @@ class TensorRows:
         return self.tensor
 
 
-class RowsByReading:
-    """The parts of a RowSource that follow from `read` and `shape`."""
-
-    shape: tuple[int, ...]
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        raise NotImplementedError
-
-    def gather(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.values().index_select(0, ids.cpu())
-
-    def values(self) -> torch.Tensor:
-        return self.read(0, self.shape[0])
-
-    @property
-    def raw(self) -> ReadBlocks | None:
-        return None
-
-
 @dataclass(frozen=True, eq=False)
-class CheckpointWeight(ABC):
+class CheckpointWeight(RowsByReading, ABC):
     """A quantised weight that a checkpoint stores in several tensors and that is read as a whole (a RowSource). The
     last one that was read stays in memory, since rows are read in runs."""
 
@@ -125,7 +124,6 @@ class CheckpointWeight(ABC):
     parts: Mapping[str, RowSource]
     shape: tuple[int, ...]
     dtype_name: str
-    raw = None
 
     @property
     def nbytes(self) -> int:

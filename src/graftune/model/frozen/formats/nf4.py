@@ -25,7 +25,7 @@ from graftune.kernels import nf4
 from graftune.kernels.nf4 import Nf4
 from graftune.kernels.nf4.reference import BLOCK, GROUP
 from graftune.model.bundles import Place
-from graftune.model.frozen.interface import CheckpointWeight, RowSource
+from graftune.model.frozen.interface import CheckpointWeight, RowsByReading, RowSource
 from graftune.model.frozen.mapped import few_read, pieces, read_to
 from graftune.model.frozen.weight_format import WeightFormat
 
@@ -34,12 +34,11 @@ PARTS = (".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
 
 
 @dataclass(frozen=True)
-class Nf4Rows:
+class Nf4Rows(RowsByReading):
     """A weight in memory, in bitsandbytes' layout."""
 
     nf4: Nf4
     dtype_name: str = "nf4"
-    raw = None
 
     @staticmethod
     def quantised(source: RowSource, device: torch.device) -> Nf4Rows:
@@ -50,7 +49,7 @@ class Nf4Rows:
         return Nf4Rows(nf4.quantise_pieces(parts, source.shape, dtype))
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
         return self.nf4.shape
 
     @property
