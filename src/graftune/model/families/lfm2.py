@@ -54,14 +54,17 @@ class Lfm2(Family):
         named = {"intermediate_size": ffn, "rms_norm_eps": config.get("norm_eps", 1e-5), "tie_word_embeddings": tied}
         return super().completed(config) | named
 
-    def mixers(self, get: Getter) -> list[MixerSpec]:
-        conv, attention = ShortConvSpec(get.whole("hidden_size"), get.whole("conv_L_cache")), self.attention(get)
+    def kinds(self, get: Getter) -> list[str]:
+        """Of the layers; what is not called conv is attention."""
         if get.config.get("layer_types"):
-            kinds = get.by_layer(get.config["layer_types"])
-            return [conv if kind == "conv" else attention for kind in kinds]
+            return get.by_layer(get.config["layer_types"])
         attends = get.config.get("full_attn_idxs")
-        layers = range(get.layers())
-        return [attention if attends is None or index in attends else conv for index in layers]
+        return ["full_attention" if attends is None or index in attends else "conv" for index in range(get.layers())]
+
+    def mixers(self, get: Getter) -> list[MixerSpec]:
+        conv = ShortConvSpec(get.whole("hidden_size"), get.whole("conv_L_cache"))
+        pairs = zip(self.kinds(get), super().mixers(get), strict=True)
+        return [conv if kind == "conv" else attention for kind, attention in pairs]
 
     def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
         """A list of key heads has a zero for each layer without attention."""
@@ -133,13 +136,12 @@ class Lfm3(Lfm2):
         gate = "head" if get.config["use_attention_gate"] else "none"
         return replace(super().attention(get), gate=gate)
 
-    def mixers(self, get: Getter) -> list[MixerSpec]:
-        attention, conv = self.attention(get), ShortConvSpec(get.whole("hidden_size"), get.whole("conv_L_cache"))
-        local = self.ropes(get, attention.head_width)[1]
-        windowed = replace(attention, window=int(get.config.get("sliding_window") or 0), rope=local)
-        kinds = {"conv": conv, "sliding_attention": windowed, "full_attention": attention}
+    def kinds(self, get: Getter) -> list[str]:
         usual = [LFM3_KINDS[index % 4] if index else "conv" for index in range(get.layers())]
-        return [kinds[kind] for kind in get.by_layer(get.config.get("layer_types") or usual, kinds)]
+        return get.by_layer(get.config.get("layer_types") or usual, LFM3_KINDS)
+
+    def windowed(self, get: Getter) -> list[bool]:
+        return [kind == "sliding_attention" for kind in self.kinds(get)]
 
     def config(self, spec: ModelSpec, where: str = "") -> dict[str, Any]:
         shapes = [layer.mixer.attention for layer in spec.layers]

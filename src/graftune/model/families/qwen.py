@@ -158,9 +158,8 @@ class Qwen35Moe(Mixture, Qwen35):
 
 
 @dataclass(frozen=True)
-class Qwen3Next(Mixture, QwenDelta):
-    def config(self, spec: ModelSpec, where: str = "") -> dict[str, Any]:
-        return super().config(spec, where) | {"decoder_sparse_step": 1, "mlp_only_layers": []}
+class Qwen3Next(Qwen3Moe, QwenDelta):
+    """The mixture of Qwen 3 behind delta nets."""
 
 
 def _spaced(layers: int, every: int) -> list[str]:
