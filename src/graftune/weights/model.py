@@ -36,7 +36,7 @@ from graftune.weights.streamed import (
 )
 
 SHARD_BYTES = 4 << 30
-CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG = "config.json"
 TOKENIZER = "tokenizer_config.json"
 _PROCESSOR_KEYS = ("processor_class", "extra_special_tokens", "model_specific_special_tokens")
 _PROBE = "Hello, World! It's 1234 o'clock:\n\n  \u00fcber \u65e5\u672c\u8a9e \U0001f44d"
@@ -103,12 +103,12 @@ def _write_weights(folder: Path, tensors: list[OutputTensor], watcher: Watcher) 
     where: dict[str, str] = {}
     sums: dict[str, int] = {}
     for number, shard in enumerate(shards, 1):
-        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        file = safetensors_io.SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         sums |= write_safetensors(folder / file, shard, watcher)
         where |= {tensor.name: file for tensor in shard}
     if len(shards) > 1:
         size = sum(tensor.nbytes for tensor in tensors)
-        _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": where})
+        _write_json(folder / safetensors_io.INDEX, {"metadata": {"total_size": size}, "weight_map": where})
     return sums
 
 
