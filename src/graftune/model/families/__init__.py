@@ -54,15 +54,14 @@ NORMS = {
 }
 
 
-def short_targets(paths: Collection[str], modules: Mapping[str, Collection[str]] | None = None) -> tuple[str, ...]:
+def short_targets(paths: Collection[str], modules: Mapping[str, Collection[str]] = _outermost) -> tuple[str, ...]:
     """The targets of an adapter on these paths, of which the base is not known: a name alone where the adapter is on
     all projections of that name. `modules`: those that a projection may be in; by default, of any family."""
     found: dict[str, set[str]] = {}
     for path in paths:
         module, _, name = path.rpartition(".")
         found.setdefault(name, set()).add(module)
-    known = _outermost if modules is None else modules
-    whole = {name for name, within in found.items() if set(known.get(name, ())) <= within}
+    whole = {name for name, within in found.items() if set(modules.get(name, ())) <= within}
     return ordered_targets(whole | {path for path in paths if path.rpartition(".")[2] not in whole})
 
 
