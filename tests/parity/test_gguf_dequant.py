@@ -193,6 +193,6 @@ def test_the_default_base(smollm2: Path) -> None:
         for dtype in DTYPES[: 1 if tensor is largest else None]:
             got = torch.full(want.shape, NAN, dtype=dtype)
             gguf_dequant.dequantise(blocks, kind, got)
-            assert same(got, want.to(dtype)), (tensor.name, dtype)
+            assert same(got, want.to(dtype)), (kind, dtype)
         ids = torch.randint(len(blocks), (100,))
         assert same(gguf_dequant.gather(blocks, kind, ids, torch.float32), want[ids])

@@ -17,16 +17,16 @@ def first_layers(whole: Path, layers: int, out: Path) -> Path:
     file, keys = read_gguf(whole), header_bytes(whole)
     keys[f"{file.metadata['general.architecture']}.block_count"] = struct.pack("<II", GGUFValueType.UINT32, layers)
     numbers = {name: re.match(r"blk\.(\d+)\.", name) for name in file.tensors}
-    kept = [file.tensors[name] for name, number in numbers.items() if number is None or int(number[1]) < layers]
+    kept = {n: file.tensors[n] for n, number in numbers.items() if number is None or int(number[1]) < layers}
     header, at = b"GGUF" + struct.pack("<IQQ", 3, len(kept), len(keys)), 0
     header += b"".join(_text(key) + value for key, value in keys.items())
-    for tensor in kept:
+    for name, tensor in kept.items():
         sizes = tensor.shape[::-1]
-        header += _text(tensor.name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, tensor.kind, at)
+        header += _text(name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, tensor.kind, at)
         at += _padded(tensor.nbytes)
     with out.open("wb") as made:
         made.write(header.ljust(_padded(len(header)), b"\0"))
-        for tensor in kept:
+        for tensor in kept.values():
             made.write(tensor.blocks.tobytes().ljust(_padded(tensor.nbytes), b"\0"))
     return out
 
