@@ -151,8 +151,8 @@ def _weights(place: Path, model: Path) -> Iterator[Format]:
 
 
 def _read_gguf(folder: Path) -> None:
-    file, _ = read_model(folder / "m.gguf")
-    if file.path.stat().st_size < SMALL:
+    file = read_model(folder / "m.gguf")
+    if file.parts[0].stat().st_size < SMALL:
         for tensor in file.tensors.values():
             tensor.values()
 
