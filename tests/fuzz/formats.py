@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save
 
 from graftune.cli.train import run_summary
-from graftune.dashboard.log import series
+from graftune.dashboard.log import Log, series
 from graftune.dashboard.runs import WatchedRun
 from graftune.data import cached, find, readers, source
 from graftune.data.dataset import _Texts
@@ -310,8 +310,9 @@ def _read_run(folder: Path) -> None:
     run = WatchedRun("r", folder)
     run.refresh()
     json.dumps(run.document([]), allow_nan=False)
-    with run.log() as log:
-        json.dumps(series(log, [], 100, None, None), allow_nan=False)
+    log = Log(run.log_path)
+    log.advance()
+    json.dumps(series(log, [], 100, None, None), allow_nan=False)
     refused = None
     small = (folder / "metrics.jsonl").stat().st_size < SMALL  # each look parses the whole log once more
     for look in (_finished, _shown, _appended) if small else (_finished, _appended):

@@ -266,8 +266,10 @@ def test_a_run_reports_its_rewards(straight: Path) -> None:
     assert all("sample_s" in e and "reward_s" in e and "skipped_groups" in e for e in steps[::2])
     shown = next(e for e in events if e["event"] == "answers")
     assert shown["best"][0]["reward"] >= shown["worst"][0]["reward"] and shown["best"][0]["prompt"].startswith("word")
-    (run,) = open_runs(str(straight)).all()
-    assert details(run, [])["answers"]["best"], "the page shows them"
+    runs = open_runs(str(straight))
+    (run,) = runs.all()
+    with runs.log(run) as log:
+        assert details(run, log, [])["answers"]["best"], "the page shows them"
     end = events[-1]
     assert end["metric"]["name"] == "reward" and end["best_step"] in (2, 4)
     assert end["metric"]["best"] == max(e["metrics"]["reward"] for e in evals[1:])
