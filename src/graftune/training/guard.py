@@ -24,9 +24,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from graftune.data.encoded import take
 from graftune.data.loader import Loader
@@ -54,6 +54,10 @@ SPIKE, NO_GRADIENT, TOKENS, NOT_MOVED, WORSE = "loss_spike", "no_gradient", "tok
 SHOWN = 8  # rows of the data that a message names
 
 
+class Halted(Exception):
+    """The guard stops the run. Every rank raises this at the same step."""
+
+
 class Guard(Hook):
     def __init__(self, loader: Loader | None, checkpoints: Checkpoints, max_skipped: int, stop_on_warning: bool):
         """`loader`: where the rows of a step are looked up. `max_skipped`: skipped updates in a row after which the run
@@ -64,6 +68,7 @@ class Guard(Hook):
         self.warning = ""  # the one that stops the run
         self.skipped = 0  # steps in a row whose update was skipped
         self.first_skipped: dict[str, Any] = {}  # facts of the first of them
+        self.ends_not_finite = False  # the run has reached its end with weights that are not finite, and has no others
         self.losses: deque[float] = deque(maxlen=WINDOW)
         self.zeros = 0  # steps in a row without a gradient
         self.last_weights: tuple[int, int, int] | None = None  # step, updates and sum of the bits at the last look
@@ -105,25 +110,20 @@ class Guard(Hook):
     def evaluated(self, state: RunState, result: EvalResult) -> None:
         self.check_evaluation(state, result.loss)
         self._look_at_weights(state)
-        self.halt_if_asked(state)
+        self.halt_if_asked()
 
     def check_end(self, state: RunState) -> None:
         """All steps are done. Stop here if there is nothing to write: neither the last weights nor better ones from
         before are finite."""
         self._look_at_weights(state)
-        self.halt_if_asked(state)
+        self.halt_if_asked()
         if state.progress.best_step < 0 and not checkpoint.is_sound(state.parts.arena):
-            self._halt(state, lambda: self._ended_not_finite(state))
+            self.ends_not_finite = True
+            raise Halted
 
-    def halt_if_asked(self, state: RunState) -> None:
-        """Raise the error that stops the run, at the same step on every rank."""
-        if self.too_many:
-            state.parts.step.discard()
-            with state.ranks.busy("stopping"):
-                found = _first_of_ranks(state, self._not_finite(state))
-            self._halt(state, lambda: self._too_many_skipped(state, found))
-        if self.warning:
-            self._halt(state, lambda: self._stopped_by_warning(state))
+    def halt_if_asked(self) -> None:
+        if self.stops:
+            raise Halted
 
     def _check_spike(self, state: RunState, step: int, loss: float) -> None:
         if len(self.losses) >= ENOUGH and loss > min(self.losses) + LEAST_RISE:  # below that no median is needed
@@ -164,15 +164,20 @@ class Guard(Hook):
         if self.stop_on_warning:
             self.warning = self.warning or text
 
-    # The end of a run that is stopped
+    # After Halted
 
-    def _halt(self, state: RunState, leave: Callable[[], list[str]]) -> NoReturn:
-        """Leave the run so that it can be resumed, and raise the error. All ranks call it together; `leave` is rank
-        0's work, and returns what happened and what to do."""
+    def halted(self, state: RunState) -> GraftuneError:
+        """Leave the run so that it can be resumed, and return the error to raise. All ranks call it together."""
         state.parts.step.discard()
         with state.ranks.busy("stopping"):
-            what, fix = state.ranks.from_lead(leave)
-        raise GraftuneError(what, where=str(state.folder), fix=fix)
+            if self.too_many:
+                found = _first_of_ranks(state, self._not_finite(state))
+                what, fix = state.ranks.from_lead(lambda: self._too_many_skipped(state, found))
+            elif self.ends_not_finite:
+                what, fix = state.ranks.from_lead(lambda: self._ended_not_finite(state))
+            else:
+                what, fix = state.ranks.from_lead(lambda: self._stopped_by_warning(state))
+        return GraftuneError(what, where=str(state.folder), fix=fix)
 
     def _too_many_skipped(self, state: RunState, found: str) -> list[str]:
         folder, parts, before = self.checkpoints.folder, state.parts, self._before(state)

@@ -35,7 +35,7 @@ from graftune.spans import marked
 from graftune.step.pipeline import Figures
 from graftune.training.checkpoints import Checkpoints
 from graftune.training.evaluation import Evaluation
-from graftune.training.guard import Guard
+from graftune.training.guard import Guard, Halted
 from graftune.training.hooks import RunState
 from graftune.training.ranks import SingleProcess
 from graftune.training.reporter import LiveSpeed, Reporter
@@ -123,6 +123,8 @@ class Run(ABC):
         try:
             with self._signal_watch():  # until the last checkpoint is written: a signal is often sent twice
                 stopped, summary = self._to_the_end()
+        except Halted:
+            raise self.guard.halted(state) from None
         finally:
             for hook in state.hooks:
                 hook.close(state)
@@ -182,7 +184,7 @@ class Run(ABC):
         state = self.state
         if self.last is not None and state.progress.step >= self.last:
             self.finish_steps()
-            self.guard.halt_if_asked(state)
+            self.guard.halt_if_asked()
             if state.stop.signal:
                 raise Interrupted
             self.last = None  # later updates were not skipped any more
