@@ -109,6 +109,7 @@ def test_bases_that_may_be_one(here: Path, name: str) -> None:
         ("a=-1", "a", -1.0),
         ("a=1e-2", "a", 0.01),
         ("owner/a=b/c", "owner/a=b/c", 1),
+        ("https://hf.co/o/n?library=x", "https://hf.co/o/n?library=x", 1),
     ],
 )
 def test_weights_of_adapters(given: str, path: str, weight: float) -> None:

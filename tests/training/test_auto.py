@@ -116,7 +116,7 @@ def test_a_short_run_warns_and_the_plan_too(tiny_folder, tmp_path: Path, capfd: 
 def test_the_time_of_a_card_and_where_none_is_known(tiny_folder, tmp_path: Path) -> None:
     data = write_data(tmp_path / "data.jsonl")
     config = Config.of({"base": str(tiny_folder("llama")), "data": str(data), "device": "cuda", "samples": 0})
-    job = prepare.job_of(config, QUIET, model=cards.find("4090"))
+    job = prepare.job_of(config, QUIET, named=cards.find("4090"))
     plan = job.plan("none", 64)
     card = expected.expected(job, plan)
     again = expected.expected(job, job.plan("full", 64))

@@ -82,14 +82,14 @@ def plan(
     from graftune.training.expected import expected
     from graftune.training.prepare import job_of
 
-    model = find(gpu) if gpu else None
+    named = find(gpu) if gpu else None
     if gpu and not whole.base.device.startswith("cuda"):
         if "device" in flags:
             raise GraftuneError(f"--gpu {gpu} and --device {whole.base.device} contradict each other", fix="give one")
         whole = whole.replace(device="cuda")
     learns_by_rewards = bool(whole.rl.reward)
     make = rl_job_of if learns_by_rewards else job_of
-    job = make(whole, console, memory=parse_bytes(memory) if memory else 0, model=model)
+    job = make(whole, console, memory=parse_bytes(memory) if memory else 0, named=named)
     found = best(job)
     fits = {policy: largest(job, policy) for policy in policies_of(job)}
     coming = expected(job, found)

@@ -24,7 +24,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -273,7 +273,8 @@ def _locked(path: Path) -> Iterator[None]:
         os.utime(handle)  # programs that clean /tmp remove files that look unused
         yield
     finally:
-        fcntl.flock(handle, fcntl.LOCK_UN)  # a child forked meanwhile has the file open, too
+        with suppress(OSError):  # a disk without locks
+            fcntl.flock(handle, fcntl.LOCK_UN)  # a child forked meanwhile has the file open, too
         os.close(handle)
 
 

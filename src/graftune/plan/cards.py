@@ -56,7 +56,7 @@ def _card(
     return Card(device, memory, memory, rate=tflops * 1e12, link=link * 1e9, peers=(peers or link) * 1e9)
 
 
-MODELS = {
+CARDS = {
     "t4": _card("T4", 14.5, (7, 5), 40, 4, 65, 12),
     "2080ti": _card("RTX 2080 Ti", 10.7, (7, 5), 68, 5, 54, 12),
     "v100-16": _card("V100 16GB", 15.7, (7, 0), 80, 6, 112, 12, 120),
@@ -95,14 +95,14 @@ def find(asked: str) -> Card:
     name = re.sub(r"(\d)\s*gi?b\b", r"\1", _PLAIN.sub(" ", asked.lower()))
     parts = [part for part in re.split(r"[\s_-]+", name) if part]
     for key in ("-".join(parts), "".join(parts)):
-        if key in MODELS:
-            return MODELS[key]
-    card = MODELS.get("".join(parts[:-1]))
+        if key in CARDS:
+            return CARDS[key]
+    card = CARDS.get("".join(parts[:-1]))
     if card is not None and parts[-1].isdigit() and abs(card.total / (int(parts[-1]) << 30) - 1) < 0.12:
         return card  # the name ends with the card's memory size
     raise GraftuneError(
         f"--gpu is {asked!r}, which is not known here",
-        fix=f"give one of {', '.join(MODELS)}, or set device to cuda and give its memory, as in --memory 24GiB",
+        fix=f"give one of {', '.join(CARDS)}, or set device to cuda and give its memory, as in --memory 24GiB",
     )
 
 

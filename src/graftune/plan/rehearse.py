@@ -61,7 +61,7 @@ class Setup:
     runtime: Runtime
     placement: Placement
     shape: Capacities
-    config: Config  # the settings of training that matter: how it recomputes, clips, captures, and what it trains
+    config: Config  # how it recomputes, clips and captures, and what it trains; all other settings are defaults
     loss: Loss = field(default_factory=CrossEntropy)
     layout: BatchLayout = PLAIN  # the loss's fields of a batch
     ahead: Capacities | None = None  # shape of the batches ahead of a step, if the loss has such

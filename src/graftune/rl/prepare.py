@@ -130,11 +130,11 @@ def round_of(config: Config, prompts: Sequence[int], positions: int) -> tuple[Re
     return tuple(Request(n, min(n + settings.answer_tokens, positions), settings.group) for n in longest)
 
 
-def job_of(config: Config, console: Console, memory: int = 0, model: Card | None = None) -> Job:
+def job_of(config: Config, console: Console, memory: int = 0, named: Card | None = None) -> Job:
     """A run that is only planned: with the prompts of its data, or without data with the longest that settings allow.
     The reward functions are not called."""
     chosen = config.data.max_seq_len
-    config, base, adapter, runtime, card, memory = opened_to_plan(with_policy_loss(config), console, memory, model)
+    config, base, adapter, runtime, card, memory = opened_to_plan(with_policy_loss(config), console, memory, named)
     if config.data.data:
         data = _read(config, reader_of(config, base, adapter), config.data.data, console)
         prompts, config = data.lengths, config.replace(max_seq_len=chosen or _needed(config, data))

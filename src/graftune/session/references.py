@@ -78,7 +78,7 @@ def fill(parts: Parts, examples: Examples, between: Callable[[int], None] = lamb
 
 def _key(parts: Parts, examples: Examples) -> str:
     """Of everything that decides the numbers."""
-    loss, start, chosen = parts.loss, "", hashlib.sha256(examples.digests.tobytes()).hexdigest()
+    loss, start, data = parts.loss, "", hashlib.sha256(examples.digests.tobytes()).hexdigest()
     if loss.reference == "start" and parts.config.train.method != "full":  # which starts from the base
         held = parts.start_of(loss)
         assert held is not None
@@ -86,7 +86,7 @@ def _key(parts: Parts, examples: Examples) -> str:
     facts = [
         *(parts.base.sha256, repr(parts.base.spec), parts.placement.base_dtype, parts.runtime.compute_name),
         *(parts.runtime.device.type, loss.reference, loss.reference_per, loss.temperature, start),
-        *(chosen, torch.__version__, _code()),
+        *(data, torch.__version__, _code()),
     ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:40]
 

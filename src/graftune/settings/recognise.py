@@ -163,9 +163,9 @@ def check_target(name: str) -> str:
 
 
 def parse_weight(given: str) -> tuple[str, float]:
-    """PATH or PATH=WEIGHT; an existing path that contains = is a path."""
+    """PATH or PATH=WEIGHT; an existing path that contains = is a path, and so is a web address with a query."""
     match = re.fullmatch(r"(.+)=([^=/]*)", given)
-    if match is None or Path(given).exists():
+    if match is None or Path(given).exists() or re.match(r"https?://[^?]+\?", given):
         return given, 1.0
     try:
         weight = float(match[2])

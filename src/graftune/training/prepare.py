@@ -228,10 +228,10 @@ def _read(config: Config, base: Base, adapter: Adapter | None, path: DataValue, 
     return RunData(training, validation, examples_sha256, least, questions, metric)
 
 
-def job_of(config: Config, console: Console, memory: int = 0, model: Card | None = None) -> Job:
+def job_of(config: Config, console: Console, memory: int = 0, named: Card | None = None) -> Job:
     """A run that is only planned: in the shapes of its data, or without data in the largest that settings allow.
-    `model`: the card of another machine to plan for."""
-    config, base, adapter, runtime, card, memory = opened_to_plan(config, console, memory, model)
+    `named`: the card of another machine to plan for."""
+    config, base, adapter, runtime, card, memory = opened_to_plan(config, console, memory, named)
     if config.data.data:
         data = _read(config, base, adapter, config.data.data, console)
         config = with_auto(config, base, data, console)
@@ -243,18 +243,18 @@ def job_of(config: Config, console: Console, memory: int = 0, model: Card | None
 
 
 def opened_to_plan(
-    config: Config, console: Console, memory: int, model: Card | None
+    config: Config, console: Console, memory: int, named: Card | None
 ) -> tuple[Config, Base, Adapter | None, Runtime, Card | None, int]:
     """The base and the device of a run that is only planned, and the memory that it may take."""
-    if is_absent(config) and not memory and model is None:
+    if is_absent(config) and not memory and named is None:
         raise GraftuneError(
             f"device is {config.base.device} and there is no GPU here to ask for its memory",
             fix="name it, as in --gpu 4090, or say how much it has, as in --memory 24GiB",
         )
-    if not memory and model is None:
+    if not memory and named is None:
         memory = left_by_others(config, console)
     config, base, adapter = opened(config)
-    runtime, card = runtime_for(config, memory, model)
+    runtime, card = runtime_for(config, memory, named)
     if runtime.device.type not in PLANNED_ON:
         raise GraftuneError(
             f"memory is planned on CUDA and on CPUs, not on {config.base.device}", fix="set device to cuda or cpu"

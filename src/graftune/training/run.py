@@ -257,8 +257,8 @@ class Run(ABC):
         return summary
 
     def _tell_event(self, event: Event) -> None:
-        """Call the callbacks, and the tracker, with an event of the log. One that returns "stop" ends the run after a
-        checkpoint, as Ctrl-C does."""
+        """Call the callbacks, and the tracker, with an event of the log. A callback that returns "stop" ends the run
+        after a checkpoint, as Ctrl-C does."""
         answers = [callback(event) for callback in self.callbacks]
         self.tracking(event)
         if "stop" in answers:
