@@ -129,7 +129,7 @@ def test_plan_takes_a_gpu_by_name(engine: Engine, capsys: Capture, monkeypatch: 
     asked = []
 
     def job_of(config: Config, console: object, memory: int = 0, named: object = None) -> None:
-        asked.append((config.base.device, memory >> 30, named.name if named else None))
+        asked.append((config.base.device, memory >> 30, named.device.name if named else None))
         raise GraftuneError("enough")
 
     monkeypatch.setattr(prepare, "job_of", job_of)
