@@ -25,6 +25,7 @@ from graftune.cli.train import run_summary
 from graftune.dashboard.log import Log, series
 from graftune.dashboard.runs import WatchedRun
 from graftune.data import cached, find, readers, source
+from graftune.data.columns import refusal_of_all
 from graftune.data.dataset import _Texts
 from graftune.data.encoded import Examples
 from graftune.data.row import Refusal, Row
@@ -431,7 +432,7 @@ def _some_parquet(draw: Random, files: list[bytes]) -> bytes:
 
 def _rows(path: Path) -> None:
     notes: set[str] = set()
-    for row in source.rows(find.files_of(Source(str(path)), notes.add), note=notes.add):
+    for row in source.rows(find.files_of(Source(str(path)), notes.add), note=notes.add, refused=refusal_of_all):
         if isinstance(row.value, Refusal):
             notes.add(row.value.text)
     for said in notes:

@@ -150,7 +150,7 @@ def test_preferences_like_on_a_cpu(name: str, tiny_folder: Any) -> None:
     cpu.arena.weights.copy_(torch.randn(len(cpu.arena.weights)).mul_(0.05))
     cpu.arena.publish()
     data = preferred.data_of(name)
-    how = {"tokens_per_step": 10_000, "micro_capacity": 1000, "seed": 3, "fixed": False, "layout": loss.layout(data)}
+    how = {"tokens_per_step": 10_000, "micro_capacity": 1000, "seed": 3, "layout": loss.layout(data)}
     loader, loop = Loader(data, **how), HostPipeline(Step(cpu.decoder, cpu.arena, loss=loss))  # type: ignore[arg-type]
     for want in figures:
         (staged,) = loader.epoch(0, 0, loop.stage)

@@ -12,7 +12,7 @@ import torch
 from graftune.kernels import launch
 from graftune.model.frozen import Dense, RowSource, Unpacked
 from graftune.model.frozen.formats import FORMATS, stored_format
-from graftune.model.frozen.interface import CheckpointWeight, TensorRows
+from graftune.model.frozen.interface import CheckpointWeight, RowsByReading, TensorRows
 from graftune.model.frozen.weight_format import WeightFormat
 from graftune.runtime import resolve
 from graftune.settings.sections import BaseConfig, LoraConfig
@@ -24,15 +24,14 @@ LORA = LoraConfig(rank=2, alpha=4.0, targets=("q_proj", "v_proj"))
 
 
 @dataclasses.dataclass(frozen=True)
-class ToyRows:
+class ToyRows(RowsByReading):
     """Whole numbers of eight bits, eight of which make one."""
 
     codes: torch.Tensor
     dtype_name: str = "toy"
-    raw = None
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
         return tuple(self.codes.shape)
 
     @property
@@ -47,12 +46,6 @@ class ToyRows:
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         return self.codes[start:stop].float() / 8
-
-    def gather(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.codes[ids].float() / 8
-
-    def values(self) -> torch.Tensor:
-        return self.codes.float() / 8
 
     def moved(self, place: typing.Any) -> ToyRows:
         return ToyRows(place(self.codes))

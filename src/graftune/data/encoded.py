@@ -244,7 +244,9 @@ def has_weights(examples: Sequence[Example]) -> bool:
 
 def weights_of(examples: Sequence[Example]) -> np.ndarray:
     """The weight of every token (float32), one example after the other."""
-    if isinstance(examples, Examples) and WEIGHTS in examples.store.arrays:
+    if isinstance(examples, Examples):
+        if WEIGHTS not in examples.store.arrays:
+            return np.ones(int(lengths_of(examples).sum()), np.float32)
         found = examples.store.arrays[WEIGHTS][token_places(examples)]
         return np.where(np.isnan(found), np.float32(1), found)
     weights = chain.from_iterable([1.0] * len(e.tokens) if e.weights is None else e.weights for e in examples)

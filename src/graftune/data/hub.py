@@ -162,7 +162,7 @@ def _converted_configs(names: Sequence[str]) -> list[dict[str, Any]]:
     for folder in dict.fromkeys(str(Path(name).parent) for name in names if format_of(name) and name.count("/") == 2):
         subset, split = folder.split("/")
         configs.setdefault(subset, []).append({"split": split.removeprefix("partial-"), "path": f"{folder}/*"})
-    return [{"config_name": subset, "data_files": entries} for subset, entries in configs.items()]
+    return [{"config_name": subset, "data_files": configs[subset]} for subset in sorted(configs)]
 
 
 def _nothing(where: str, names: Sequence[str]) -> GraftuneError:

@@ -140,11 +140,11 @@ def bins_in_order(
     needs = [unit_sums(lengths_of(examples), bounds), np.diff(bounds), unit_sums(responses_of(examples), bounds)]
     bins: list[list[int]] = []
     left: list[float] = [0, 0, 0]  # what the last batch can still take
-    for unit, need in enumerate(np.stack(needs, axis=1).tolist()):
+    for unit, need in enumerate(zip(*(each.tolist() for each in needs), strict=True)):
         if any(map(gt, need, left)):
             bins.append([])
             left = list(map(max, limits, need))
-        bins[-1] += members(bounds, [unit])
+        bins[-1] += range(bounds[unit], bounds[unit + 1])
         left = list(map(sub, left, need))
     return bins
 

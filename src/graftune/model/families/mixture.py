@@ -31,7 +31,7 @@ class Mixture(Family):
     shared: str = ""  # the module of the shared expert; "": there is none
     shared_ffn_key: str = ""  # its width; "": as many times an expert's as `shared_count_key` says
     shared_count_key: str = ""
-    shared_gate: bool = False  # whether the shared expert's output has a gate
+    shared_gate: bool = False  # whether its output has a gate, whose name in folders is in `folder_names`
     score: str = "softmax"
     selection_bias: str = ""
     sum_eps: float = 0.0  # RouterSpec.eps
