@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from graftune.batch import Example
@@ -37,7 +37,6 @@ _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 Answer = str | list[Any]
 
 
-@dataclass(frozen=True)
 class PairKind(DataKind):
     """Two members of a group: the chosen answer, then the rejected one."""
 
@@ -59,7 +58,6 @@ class PairKind(DataKind):
         return [replace(made[0], notes=(*made[0].notes, *unused)), made[1]]
 
 
-@dataclass(frozen=True)
 class RatedKind(DataKind):
     """An answer and whether it is good (`label` 1) or bad (0). The answer is everything after the last user turn."""
 

@@ -12,7 +12,6 @@ token. Nothing is shortened or left out: an example that cannot be used is refus
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from graftune.data.kind import DataKind
 from graftune.errors import GraftuneError
 
 
-@dataclass(frozen=True)
 class SampledKind(DataKind):
     """Answers that a model has sampled, as tokens; files of text hold none."""
 

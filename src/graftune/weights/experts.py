@@ -123,7 +123,6 @@ class Stack(OfSeveral):
         yield from zip(self.parts[start * self.members : (start + len(stored)) * self.members], rows, strict=True)
 
 
-@dataclass(frozen=True)
 class InterleavedStack(Stack):
     """The same as [E, in, out], with the columns of the members in turns."""
 
@@ -171,7 +170,6 @@ class Mxfp4Bytes(RowsByReading):
     raw = read
 
 
-@dataclass(frozen=True)
 class InterleavedBias(OfSeveral):
     """The biases [E, out] of several projections, their columns in turns."""
 

@@ -106,7 +106,6 @@ class OfSeveral(RowsByReading):
         return sum(part.nbytes for part in self.parts)
 
 
-@dataclass(frozen=True)
 class Joined(OfSeveral):
     """The rows of several sources, one after the other."""
 

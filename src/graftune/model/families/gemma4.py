@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,7 +52,6 @@ TOP = {
 OWN = ("head_dim", "num_key_value_heads")  # what `per_layer_config` may state here
 
 
-@dataclass(frozen=True)
 class Gemma4(Family):
     # Reading
 

@@ -5,7 +5,7 @@ these norms nor the interleaved rope; the first layers are dense, and scores are
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from graftune.model.families.common import Family
@@ -15,7 +15,6 @@ from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.spec import ModelSpec
 
 
-@dataclass(frozen=True)
 class Glm4(Family):
     """Some of its models have a bias on queries, keys and values, and some have none."""
 
@@ -29,7 +28,6 @@ class Glm4(Family):
         return super().config(spec, where) | {"attention_bias": bool(spec.layers[0].mixer.biased)}
 
 
-@dataclass(frozen=True)
 class Glm4Moe(Mixture, Glm4):
     """Some of its models have norms on queries and keys."""
 

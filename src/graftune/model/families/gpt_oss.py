@@ -9,7 +9,7 @@ logits differ a little from those of the model's makers, from the first position
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from graftune.errors import GraftuneError
@@ -30,7 +30,6 @@ YARN = {
 }
 
 
-@dataclass(frozen=True)
 class GptOss(Mixture):
     def completed(self, config: Config) -> dict[str, Any]:
         found = super().completed(config)

@@ -68,7 +68,6 @@ COMMON: dict[str, Any] = {
 GRANITE_SWA = {"attention_multiplier": 1.0, "rms_norm_eps": 1e-5, "sliding_window": 128, "tie_word_embeddings": True}
 
 
-@dataclass(frozen=True)
 class Granite4(Family):
     def completed(self, config: Config) -> dict[str, Any]:
         found = super().completed(config)
@@ -94,7 +93,6 @@ class Granite4(Family):
         }
 
 
-@dataclass(frozen=True)
 class GraniteSwa(LayerThetas):
     def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
         config = super().gguf_config(metadata, tensors, where)

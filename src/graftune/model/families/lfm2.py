@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from graftune.errors import GraftuneError
@@ -41,7 +41,6 @@ LFM3_ROPE = {
 }
 
 
-@dataclass(frozen=True)
 class Lfm2(Family):
     def completed(self, config: Config) -> dict[str, Any]:
         """With the names that others have for the same, and the feed-forward's width as it comes out."""
@@ -96,7 +95,6 @@ class Lfm2(Family):
         return found | {"attention.head_count_kv": [shape.kv_heads if shape else 0 for shape in shapes]}
 
 
-@dataclass(frozen=True)
 class Lfm2Moe(Mixture, Lfm2):
     """The feed-forward's width is as its configuration states it."""
 
@@ -121,7 +119,6 @@ class Lfm2Moe(Mixture, Lfm2):
         return super().gguf_keys(spec, where)
 
 
-@dataclass(frozen=True)
 class Lfm3(Lfm2):
     def completed(self, config: Config) -> dict[str, Any]:
         """With what transformers takes for each kind of layer."""

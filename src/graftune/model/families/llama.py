@@ -9,7 +9,7 @@ Hunyuan has norms of queries and keys after rope, and a rope whose base is stret
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from graftune.model.families.common import Family
@@ -27,7 +27,6 @@ MINISTRAL3_ROPE = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
 class SmolLm3(Family):
     """Leaves rope out of every fourth layer; `no_rope_layers` has a 0 there."""
 
@@ -54,7 +53,6 @@ class SmolLm3(Family):
         return super().config(spec, where) | {"no_rope_layers": [int(each) for each in rotated]}
 
 
-@dataclass(frozen=True)
 class Ministral3(Family):
     """Multiplies queries by 1 + beta * log(1 + position // original length); the beta stands beside rope's values."""
 
@@ -90,7 +88,6 @@ class Ministral3(Family):
         return super().gguf_keys(spec, where) | {"attention.temperature_scale": spec.ropes[0].temperature}
 
 
-@dataclass(frozen=True)
 class Phi3(Family):
     def completed(self, config: Config) -> dict[str, Any]:
         """With longrope under its name: the first checkpoints call it su or yarn."""
@@ -102,7 +99,6 @@ class Phi3(Family):
         return found
 
 
-@dataclass(frozen=True)
 class Hunyuan(Family):
     def completed(self, config: Config) -> dict[str, Any]:
         """With the base that alpha gives: the configuration calls it dynamic, and it never changes."""

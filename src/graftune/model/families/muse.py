@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.spec import EmbeddingSpec, ModelSpec
 
 
-@dataclass(frozen=True)
 class MuseGlimmer(LayerThetas):
     def completed(self, config: Config) -> dict[str, Any]:
         found = super().completed(config)

@@ -8,7 +8,7 @@ GGUF has one architecture for OLMo 2 and 3: a window tells them apart.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from graftune.errors import GraftuneError
@@ -27,7 +27,6 @@ BEHIND: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
 class Olmoe(Mixture):
     def attention(self, get: Getter) -> AttentionSpec:
         if get.config.get("clip_qkv") is not None:
@@ -41,7 +40,6 @@ OLMO2: dict[str, Any] = {"architecture": "olmo2", "qk_norm": True, "wide_qk_norm
 WINDOWED_LAYERS = 64  # llama.cpp gives windows to models with so many layers, and to no others
 
 
-@dataclass(frozen=True)
 class Exaone4(Family):
     def completed(self, config: Config) -> dict[str, Any]:
         """With the number of layers that a pattern such as LLLG (three local, one global) spans."""

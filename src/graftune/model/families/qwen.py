@@ -23,13 +23,11 @@ from graftune.model.part import MixerSpec
 from graftune.model.spec import ModelSpec
 
 
-@dataclass(frozen=True)
 class Qwen3Moe(Mixture):
     def config(self, spec: ModelSpec, where: str = "") -> dict[str, Any]:
         return super().config(spec, where) | {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
-@dataclass(frozen=True)
 class Qwen3Vl(Family):
     """transformers has no class for the text model alone, which computes what Qwen 3 does."""
 
@@ -125,7 +123,6 @@ class QwenDelta(Family):
         return found | {"full_attention_interval": every}
 
 
-@dataclass(frozen=True)
 class Qwen35(QwenDelta):
     """Also of Qwen 3.6 and 3.8. Rope's positions of images have three coordinates (`sections`), which are all the same
     for text. GGUFs have the value heads of all key heads in turn."""
