@@ -15,6 +15,7 @@ of base and tuned model and the picture. Phases are what the run says of itself:
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import os
@@ -63,6 +64,7 @@ def worker(base: str, data: str, folder: Path, device: str, steps: int) -> dict[
     from graftune.observe.events import read_events
     from graftune.settings.config import Config
 
+    gc.freeze()  # as the command does
     ended("import graftune: engine")
 
     class Timed(Console):

@@ -43,7 +43,7 @@ class Engine:
         if self.raises is not None:
             raise self.raises
 
-    def train(self, config: Any, *, console: Any, resume: str | None = None, overrides: Any = None) -> Any:
+    def train(self, config: Any, *, console: Any, resume: str | None = None, overrides: Any = None, **_: Any) -> Any:
         self._note("train", config, console=console, resume=resume, overrides=overrides)
         console.note("a note from the engine")
         known: dict[str, Any] = {

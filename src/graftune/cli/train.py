@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import shlex
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -94,14 +95,18 @@ def _engine(config: Config, console: Console, resume: str | None, overrides: dic
     with console.working("starting PyTorch"):
         from graftune import api
 
-    if not watch:
-        return api.train(config, console=console, resume=resume, overrides=overrides)
-    from graftune.cli.watch import TrainingPage
+    with ExitStack() as ends:
+        gc.freeze()  # what imports have made stays: each full collection would look at it for 0.1 s
+        ends.callback(gc.unfreeze)  # else libraries report at the end of the process that it leaked
+        pages: list[Any] = []
+        if watch:
+            from graftune.cli.watch import TrainingPage
 
-    folder = Path(resume or config.run.out or "runs/new").resolve()
-    # The page shows all runs of the default folder; next to a folder of the user's choice there may be a whole disk.
-    with closing(TrainingPage(str(folder.parent if folder.parent.name == "runs" else folder), console)) as page:
-        return api.train(config, console=console, resume=resume, overrides=overrides, callbacks=(page,))
+            folder = Path(resume or config.run.out or "runs/new").resolve()
+            # The page shows all runs of the default folder; next to a folder of the user's choice may be a whole disk.
+            shown = folder.parent if folder.parent.name == "runs" else folder
+            pages.append(ends.enter_context(closing(TrainingPage(str(shown), console))))
+        return api.train(config, console=console, resume=resume, overrides=overrides, callbacks=pages)
 
 
 def _interrupted(result: Any, console: Console, resume: str) -> None:
