@@ -7,8 +7,9 @@ instance with other values; a family that computes something of its own override
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -396,16 +397,22 @@ class Family:
 
     def to_folder(self, ours: str) -> str:
         """The name, behind `model.`, that a Hugging Face folder of the family has for one of our tensors."""
-        return _respelled(ours, self.folder_names)
+        return _respelled(ours, self.folder_names.items())
 
     def from_folder(self, name: str) -> str:
-        return _respelled(name, {theirs: ours for ours, theirs in self.folder_names.items()})
+        return _respelled(name, ((theirs, ours) for ours, theirs in self.folder_names.items()))
 
 
-def _respelled(name: str, table: Mapping[str, str]) -> str:
-    for old, new in table.items():
-        name = re.sub(re.escape(old).replace("N", r"(\d+)"), new.replace("N", r"\1"), name)
+def _respelled(name: str, pairs: Iterable[tuple[str, str]]) -> str:
+    for old, new in pairs:
+        name = _numbered(old).sub(new.replace("N", r"\1"), name)
     return name
+
+
+@functools.cache
+def _numbered(text: str) -> re.Pattern[str]:
+    """Matches a text of `Family.folder_names`. A folder has a name per expert, so each is compiled only once."""
+    return re.compile(re.escape(text).replace("N", r"(\d+)"))
 
 
 def _renamed(name: str, stem: str, new_stem: str, block: Config, top: Config) -> str | None:
