@@ -109,9 +109,9 @@ def speed() -> str:
     found = {name: case for record in records("steps") for name, case in record["steps"].items()}
     for name, words in SPEED.items():
         who = found[name]["participants"]
-        ours = who["ours"]
         peers = {peer: figures for peer, figures in who.items() if peer in PEER_NAMES and "ms" in figures}
         best = min(peers, key=lambda peer: peers[peer]["ms"])
+        ours = peers[best].get("beside", who["ours"])
         columns = [words, _figures(ours), f"{PEER_NAMES[best]}: {_figures(peers[best])}"]
         lines.append("| " + " | ".join([*columns, f"{peers[best]['ms'] / ours['ms']:.2f}x"]) + " |")
     return "\n".join(lines)
@@ -146,8 +146,9 @@ def _steps() -> str:
 
 
 def _beside(peer: Record, ours: Record) -> str:
-    """How many times as long as ours, and at which commit it was measured, if not at the row's."""
-    return f"{peer['ms'] / ours['ms']:.2f}x" + (f"; {peer['commit']}" if "commit" in peer else "")
+    """How many times as long as ours. A peer that was measured in an earlier run than the row has ours of that run
+    beside it, and its commit, because machines differ."""
+    return f"{peer['ms'] / peer.get('beside', ours)['ms']:.2f}x" + (f"; {peer['commit']}" if "commit" in peer else "")
 
 
 def _goals() -> str:
@@ -188,8 +189,9 @@ def goals(name: str, steps: Mapping[str, Record]) -> list[dict[str, Any]]:
             rows.append(_ratio("ours / floor", ours, times.get("floor"), bound, True))
         else:
             peers = {who: ms for who, ms in times.items() if who in PEERS}
-            theirs = min(peers.values(), default=None) if key == "best_peer" else peers.get(key)
-            rows.append(_ratio(f"{key.replace('_', ' ')} / ours", theirs, ours, bound, False))
+            who = min(peers, key=lambda peer: peers[peer], default="") if key == "best_peer" else key
+            beside = case["participants"][who].get("beside", own)["ms"] if who in peers else None
+            rows.append(_ratio(f"{key.replace('_', ' ')} / ours", peers.get(who), beside, bound, False))
     if own:
         rows += [measure.goal(OWN[key], "at most", bound, own.get(key)) for key, bound in EVERYWHERE.items()]
     return rows
