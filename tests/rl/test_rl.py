@@ -321,6 +321,16 @@ def test_a_resume_has_the_shapes_of_the_straight_run(
     assert adapter_bytes(tmp_path / "run") == adapter_bytes(tmp_path / "straight")
 
 
+def test_held_out_prompts_that_are_not_evaluated_may_be_the_longest(settings: dict[str, Any], tmp_path: Path) -> None:
+    """A resume reads the data with the stored max_seq_len: were it too small for them, the data would be another."""
+    held_out = tmp_path / "held_out.jsonl"
+    rows = [{"prompt": f"word {n} " * (1 if n else 9)} for n in range(8)]
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    few = settings | {"eval_data": str(held_out), "eval_examples": 1, "updates_per_round": 1, "samples": 0}
+    stop_after(1, few, tmp_path / "run")
+    graftune.train(resume=tmp_path / "run")
+
+
 def stop_after(step: int, settings: dict[str, Any], out: Path) -> None:
     def stop(event: dict[str, Any]) -> str | None:
         return "stop" if event["event"] == "step" and event["step"] == step else None

@@ -85,6 +85,8 @@ class ChatTurns:
     form: ChatFormat
     prompt_form: Literal["inference", "template"] = "inference"
     train_reasoning: TrainedReasoning = "all"
+    # Text that the template writes before an answer, role before it -> whether it is a header that the prompt lacks.
+    headers: dict[tuple[str, str], bool] = field(default_factory=dict, compare=False)
     added: dict[str, None] = field(default_factory=dict, compare=False)  # the notes about words around answers
 
     def passages(self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int]) -> list[Passage]:
@@ -216,8 +218,11 @@ class ChatTurns:
             written = _words(before, control) - _words(reasoning.open + reasoning.close, control)
             if calls:  # beside the syntax of a call
                 written &= _words(self.form.header, control)
-            if written and self.form.render(messages[:-1], tools).startswith(prompt):
-                return answer, HEADER_TRAINED
+            if written:
+                key = before, messages[-2]["role"]
+                if key not in self.headers:  # rendered once, not for every turn
+                    self.headers[key] = self.form.render(messages[:-1], tools).startswith(prompt)
+                return answer, HEADER_TRAINED if self.headers[key] else ""
         return answer, ""
 
     def _added(self, answer: str, message: Message, *, header: bool) -> list[str]:

@@ -118,6 +118,8 @@ def unit_sums(numbers: Sequence[int] | np.ndarray, bounds: list[int]) -> np.ndar
 
 def members(bounds: list[int], units: Sequence[int]) -> list[int]:
     """The indices of the examples of these units."""
+    if len(bounds) - 1 == bounds[-1]:  # each unit is one example
+        return list(units)
     return [index for unit in units for index in range(bounds[unit], bounds[unit + 1])]
 
 

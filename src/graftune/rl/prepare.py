@@ -48,7 +48,8 @@ class PromptSplit:
     held_out: list[PromptRow]
     data_sha256: str  # of the files
     prompts_sha256: str  # of the prompts as tokens
-    lengths: list[int]  # tokens of each prompt
+    lengths: list[int]  # tokens of each prompt that is trained or evaluated
+    longest: int  # tokens of the longest prompt, evaluated or not: a resume reads them all
     columns: list[str]  # that the reward functions are given beside prompts and completions
 
 
@@ -149,7 +150,7 @@ def job_of(config: Config, console: Console, memory: int = 0, named: Card | None
 
 def _needed(config: Config, data: PromptSplit) -> int:
     """Tokens of the longest prompt with its answer: memory is planned for no longer ones."""
-    return max(max(data.lengths) + config.rl.answer_tokens, 8)
+    return max(data.longest + config.rl.answer_tokens, 8)
 
 
 def _read(config: Config, tokenizer: Tokenizer, value: DataValue, console: Console) -> PromptSplit:
@@ -175,8 +176,8 @@ def _read(config: Config, tokenizer: Tokenizer, value: DataValue, console: Conso
     for name in (one for one in GIVEN if one in columns):
         console.warn(f"reward functions do not get the data's column {name}: the {name} of a round have this name")
     whole = [replace(row, columns={**columns, **row.columns}) for row, _ in both]
-    lengths = [len(tokens) for _, tokens in both]
-    return PromptSplit(whole[: len(training)], whole[len(training) :], data, digest, lengths, list(columns))
+    lengths, longest = [len(tokens) for _, tokens in both], max(len(tokens) for _, tokens in (*training, *held))
+    return PromptSplit(whole[: len(training)], whole[len(training) :], data, digest, lengths, longest, list(columns))
 
 
 def _fitting(
