@@ -43,8 +43,8 @@ def folder() -> Path:
 
 
 def key_of(sources: Sequence[Any], tokenizer: Tokenizer, config: DataConfig, kind: DataKind = ANSWERS) -> str:
-    """`sources`: the content of each source and what is done with it, as JSON values. `kind`: what the rows are read
-    as."""
+    """The key of encoded data. `sources`: each source's content and what is done with it, as JSON values. `kind`: how
+    rows are read."""
     settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in _APART}
     if config.template not in ("auto", "none"):
         with (
@@ -80,7 +80,8 @@ def find(key: str) -> TokenStore | None:
 
 
 def make(key: str, vocabulary: int, write: Callable[[StoreWriter], dict[str, Any]]) -> tuple[TokenStore, str]:
-    """A new entry, and why it will not be found again, if so. `write` fills it and returns facts for the header."""
+    """Makes an entry; also returns why the next start will not find it, or an empty string. `write` fills the entry and
+    returns facts for the header."""
     path = folder() / f"{key}{SUFFIX}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Which column of a row is what: by name, once for each set of names, with a note for everything unusual.
+"""Decides which column of a row holds what, by name, once for each set of names, and notes everything unusual.
 
 Names are compared without capitals, spaces and hyphens. A pair that data sets agree on (prompt/response,
 question/answer ...) is taken before other combinations; where two pairs fit, the row is refused and `map` is named
@@ -28,7 +28,7 @@ EXTRAS = ("input", "context")  # what an instruction is about (alpaca's, dolly's
 SYSTEMS = ("system", "system_prompt")
 WEIGHT = "loss_weight"  # not `weight`, which may be anything: a person's, a parcel's
 KNOWN = frozenset((*CHATS, *ASKS, *ANSWERS, *EXTRAS, *SYSTEMS, WEIGHT, "text", "tools", "history"))
-# of `map`
+# the names that `map` may give to columns
 TARGETS = tuple(sorted({*KNOWN, "chosen", "rejected", "label"} - {"conversation", "context", "system_prompt"}))
 EXPECTED = "prompt/response, question/answer, instruction/output, messages, conversations or text"
 
@@ -47,7 +47,7 @@ class ColumnPlan:
     """Columns by their own names, "" where there is none. `refusal` is (reason, detail) of rows with these columns."""
 
     kind: Kind = "text"
-    ask: str = ""  # of chats the turns, of texts the text
+    ask: str = ""  # the prompt; in chats the list of turns, in texts the text
     answer: str = ""
     extra: str = ""
     system: str = ""
@@ -65,7 +65,7 @@ def normal(name: object) -> str:
 
 
 def filled(row: dict[str, Any]) -> dict[str, str]:
-    """The columns that hold something, by their normal names."""
+    """The row's names of the columns that are not null, by their normal names."""
     return {normal(name): name for name, value in row.items() if value is not None}
 
 
@@ -177,11 +177,11 @@ LOSSES = {
     "pairs": "dpo",
     "rated answers": "kto",
     "answers": "cross_entropy",
-}  # a loss that takes the data
+}  # kind of data -> a loss that takes it
 
 
 def kind_of_row(row: dict[str, Any]) -> str:
-    """Which data such a row is of: a key of LOSSES, or empty where that is unknown."""
+    """The kind of data that such a row belongs to: a key of LOSSES, or empty if that is unknown."""
     plan = plan_for(row)
     if plan.refusal is not None:
         return "pairs" if plan.refusal[0] == PREFERENCE or (_BETTER | _WORSE) & set(map(normal, row)) else ""

@@ -1,10 +1,10 @@
-"""Data -> tokenised examples, with an account of every row.
+"""Data -> tokenised examples, with a summary of every row.
 
 `prepare` encodes the data once and finds it again at the next start (cached.py): a data set is a view over a mapped
-file (encoded.py), and nothing in it grows with the number of rows but a few arrays. Records in memory are encoded in
-the same way, for one call without a file. Nothing is left out silently: each
-row ends as an example, or under a reason that the summary counts and the file lists. `split` holds out whole source
-rows, with their exact repeats, so that neither two turns of one conversation nor two copies of it lie on both sides.
+file (encoded.py), and only a few arrays in memory grow with the number of rows. Records in memory are encoded in the
+same way, without a file if only one call needs them. Nothing is left out silently: each row becomes an example, or the
+summary counts and the file lists the reason why not. `split` holds out whole source rows, with their exact repeats, so
+that neither two turns of one conversation nor two copies of it lie on both sides.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from graftune.tokenizer import Tokenizer
 
 
 class _Texts(Sequence[Any]):
-    """One of the texts kept with each example; read when it is looked at."""
+    """One of the texts stored with each example; decoded when it is indexed."""
 
     def __init__(self, examples: Examples, name: str):
         self.examples, self.name = examples, name
@@ -87,22 +87,22 @@ class Dataset:
 
     @property
     def prompts(self) -> Sequence[str]:
-        """The text to continue, of each example."""
+        """Each example's prompt: the text before its last trained answer."""
         return _Texts(self.examples, "prompt")
 
     @property
     def references(self) -> Sequence[str]:
-        """The answer that the data gives to it."""
+        """Each example's answer in the data to that prompt."""
         return _Texts(self.examples, "reference")
 
     @property
     def messages(self) -> Sequence[list[Message]]:
-        """The conversation it is from."""
+        """The messages that each prompt was rendered from."""
         return _Texts(self.examples, "messages")
 
     @property
     def kind(self) -> str:
-        """What its records are."""
+        """The kind of its records, such as `answers` or `pairs`."""
         return self.examples.store.kind
 
     @property
@@ -112,7 +112,7 @@ class Dataset:
 
     @property
     def digest(self) -> str:
-        """Digest of all tokens and masks in order, however they are stored; part of a run's identity."""
+        """Digest of all tokens, masks, weights and numbers in order, however stored; part of a run's identity."""
         return hashlib.sha256(self.examples.digests.tobytes()).hexdigest()
 
     def shared_with(self, other: Dataset) -> int:
@@ -146,7 +146,8 @@ class Dataset:
         return counted(len(rows), "example" if rows is self else self.kind.removesuffix("s"))
 
     def leading(self) -> Dataset:
-        """Without the later members of groups: of pairs the chosen answers, whose prompts the model is asked."""
+        """The data set without the later members of groups: of pairs, only the chosen answers stay, whose prompts the
+        model is asked."""
         groups = groups_of(self.examples)
         later = (groups >= 0) & (np.diff(groups, prepend=-1) == 0)
         return self.subset(np.flatnonzero(~later)) if later.any() else self
@@ -187,7 +188,7 @@ def prepare(
 
     def write(writer: StoreWriter) -> dict[str, Any]:
         encoder, total = RowEncoder(tokenizer, config, shown, kind), _rows_of(files)
-        total = total if total > 2 * CHUNK_ROWS else 0  # what is done in a moment needs no bar
+        total = total if total > 2 * CHUNK_ROWS else 0  # two chunks are encoded too fast for a bar
         with console.progress(total, label="encoding", unit="rows") if console else nullcontext() as bar:
             for chunk in encoder.chunks(rows(files, config.map, note, kind.refusal_of_all, config.max_unpacked)):
                 writer.add(chunk.entries, chunk.details)

@@ -5,9 +5,9 @@ keeps or drops as it likes. The file is a list of plain arrays:
 
     magic | contents: tokens, texts, weights of tokens, lines about rows left out | columns | header | trailer
 
-The columns have one value per example (`COLUMNS`); those called an end say where the example's part of a content ends,
-and it begins where the one before it ends. Weights stand at the places of the tokens. The header is JSON:
-where the arrays are, what the file was made from, what became of the data. The trailer, written last, has a digest of
+The columns have one value per example (`COLUMNS`); `tokens_end` and `texts_end` say where the example's part of a
+content ends, and it begins where the previous example's ends. A weight has the index of its token. The header is JSON:
+where the arrays are, what the file was made from, the summary of the rows. The trailer, written last, has a digest of
 columns and header, so a file that was cut short or overwritten is refused. writer.py writes the file. Rejected: a file
 per array, which takes a folder that is never whole in one rename; a database, which cannot be mapped as arrays.
 """
@@ -45,7 +45,7 @@ COLUMNS = {
 # Only some data has these: a weight per token (float32), and numbers per example, each with a name (NaN: it has none).
 WEIGHTS, NUMBER = "weights", "number: "
 TEXTS = ("prompt", "reference", "messages")
-DIGEST = 16  # bytes of the digest of an example's tokens and mask
+DIGEST = 16  # bytes of the digest of an example's tokens, mask, weights and numbers
 
 
 class DamagedStore(Exception):
@@ -108,11 +108,11 @@ class TokenStore:
 
     @property
     def kind(self) -> str:
-        """What its records are (kind.py)."""
+        """The name of the kind of its records (kind.py)."""
         return str(self.header["kind"])
 
     def summary(self) -> Summary:
-        """What became of the rows."""
+        """The counts of the rows that were encoded, refused and shortened."""
         return Summary.of(self.header["summary"])
 
     def text(self, i: int, name: str) -> str:
@@ -129,10 +129,10 @@ class TokenStore:
 
 
 def split_flags(stored: np.ndarray, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens (int64) and flags of stored tokens."""
+    """Splits stored tokens into token ids (int64) and flags that say which are trained."""
     highest = np.iinfo(stored.dtype).max >> 1
     tokens = (stored & stored.dtype.type(highest)).astype(np.int64)
-    if len(tokens) and int(tokens.max()) >= vocabulary:  # a device would end the process over it
+    if len(tokens) and int(tokens.max()) >= vocabulary:  # on a GPU such an id would abort the process
         raise GraftuneError(
             "encoded data is damaged", fix="delete the folder `data` in graftune's cache and start again"
         )
@@ -140,10 +140,10 @@ def split_flags(stored: np.ndarray, vocabulary: int) -> tuple[np.ndarray, np.nda
 
 
 class Examples(Sequence[Example]):
-    """Some of a store's examples, in an order of their own; each is made when it is looked at."""
+    """Some of a store's examples, in any order. An `Example` is built when it is indexed."""
 
     def __init__(self, store: TokenStore, chosen: np.ndarray | None = None):
-        """`chosen`: numbers of occurrences."""
+        """`chosen`: indices into the store's column `order`; None: all of it."""
         self.store = store
         self.chosen = np.arange(len(store.arrays["order"])) if chosen is None else chosen
 
@@ -183,7 +183,7 @@ class Examples(Sequence[Example]):
         return f"<{len(self)} examples of {int(self.column('count').sum())} tokens>"
 
     def column(self, name: str) -> np.ndarray:
-        """A value per example. `count`: its tokens."""
+        """One value per example. The column `count` has the number of its tokens."""
         return self.store.arrays[name][self.chosen if name == "group" else self.stored]
 
     @property
@@ -254,7 +254,7 @@ def weights_of(examples: Sequence[Example]) -> np.ndarray:
 
 
 def numbers_of(examples: Sequence[Example], name: str, missing: float) -> np.ndarray:
-    """The number of that name of each example (float64); `missing`: the value for examples that have none."""
+    """Each example's number called `name` (float64); `missing`: the value for examples that have none."""
     if isinstance(examples, Examples):
         column = NUMBER + name
         found = examples.column(column) if column in examples.store.arrays else np.full(len(examples), np.nan)
@@ -297,7 +297,7 @@ def unit_of(examples: Sequence[Example]) -> str:
 
 
 def side_of(examples: Sequence[Example], index: int) -> str:
-    """chosen or rejected, of an example of pairs; empty for other data. The chosen one comes first."""
+    """`chosen` or `rejected` for an example of pairs, of which the chosen one comes first; empty for other data."""
     if kind_of(examples) != "pairs":
         return ""
     return "rejected" if index and examples[index - 1].group == examples[index].group else "chosen"

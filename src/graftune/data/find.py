@@ -41,7 +41,7 @@ def _described(path: Path, source: Source, shown: str) -> SourceFile:
 
 
 def check_file(path: str | Path) -> Path:
-    """The path, once it is sure to be a file that can be read and whose type is known."""
+    """Checks that the path is a file that can be read and whose type is known; returns it."""
     path, where = Path(path), str(path)
     if not path.exists():
         raise GraftuneError("no such file", where=where, fix="check the path of the data")

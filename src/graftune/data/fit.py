@@ -1,8 +1,8 @@
 """Texts -> examples of at most `max_seq_len` tokens, without ever cutting a response to make them fit.
 
-What goes, in this order: whole early turns (the system turn stays; trained turns among them become examples of their
-own), then the last question's text from its left, by rendering the shortened message again so that every header of the
-template stays whole; and where even an empty question is too long, the prompt's tokens from the left, after BOS.
+Text is removed in this order: whole early turns (the system turn stays; trained turns among them become examples of
+their own), then the last question's text from its left, by rendering the shortened message again so that every header
+of the template stays whole; and if even an empty question is too long, the prompt's tokens from the left, after BOS.
 Cutting the token list from the right, as trainers commonly do, would cut the end token and most of the answer.
 An example whose response alone does not fit is dropped.
 
@@ -24,9 +24,9 @@ from graftune.data.turns import Message
 from graftune.settings.sections import DataConfig
 from graftune.tokenizer import Tokenizer
 
-MANY_TURNS, MOST_TURNS = 64, 256  # trained in one conversation that is rendered as a whole, and in one example
-# Answers to one question that become examples of their own, each with all that is before it: as beginnings of one text,
-# and where the template writes what is before anew for each.
+MANY_TURNS, MOST_TURNS = 64, 256  # most trained turns of a conversation that is rendered whole, and of one example
+# Most answers to one question that become examples of their own, each with all turns before it: if the examples are
+# prefixes of one text, and if the template renders the turns before each answer differently.
 MOST_ALONE, MOST_RENDERED = 512, 256
 TURNS, QUESTION, PROMPT = "early turns left out", "question cut from the left", "prompt cut from the left behind BOS"
 TOO_LONG = "response longer than max_seq_len"
@@ -51,7 +51,7 @@ class Fitter:
         self.form, self.tokenizer, self.limit = form, tokenizer, config.longest()
         self.turns = ChatTurns(form, config.prompt_form, form.trained_reasoning(config.train_reasoning)[0])
         self.masker = Masker(form, tokenizer)
-        self.question: tuple[str, list[tuple[int, int]]] = ("", [])  # asked last, and where its tokens lie
+        self.question: tuple[str, list[tuple[int, int]]] = ("", [])  # the last one cut, and where its tokens lie
 
     def passages(self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int]) -> list[Passage]:
         """The texts of one conversation, not yet tokenised: many of them are encoded at once (`finish`). A very long
@@ -72,7 +72,7 @@ class Fitter:
             yield from self._without_early_turns(found)
 
     def encoded(self, text: str) -> tuple[list[int], Any]:
-        """Ids, and the characters of those that are asked for: all of a long text's would take longer than encoding."""
+        """Ids, and lazy character offsets: computing those of all tokens of a long text takes longer than encoding."""
         return self.tokenizer.encode_batch([text])[0]
 
     def fit(self, answers: list[Masked]) -> bool:
@@ -97,9 +97,9 @@ class Fitter:
     def _pieces(
         self, messages: list[Message], tools: list[Any] | None, trained: Sequence[int], too_long: bool = False
     ) -> list[Masked]:
-        """A conversation as examples, in order: from its end, each has as many turns as fit, and what is trained before
-        those is for the next. Answers that do not fit even with nothing before their question come as they are, those
-        to one question together. `too_long`: whether all of it is known not to fit."""
+        """A conversation as examples, in order. They are built from its end: each takes as many turns as fit and leaves
+        earlier trained turns to the next one. Answers that do not fit even with nothing before their question are
+        returned uncut, those to one question together. `too_long`: the whole conversation is known not to fit."""
         users = user_turns(messages)
         made: list[Masked] = []
         left = len(trained)  # turns that are in no piece yet
@@ -129,8 +129,9 @@ class Fitter:
         return made[::-1]
 
     def _too_long(self, found: Masked) -> Masked | None:
-        """The turns of a passage that are too long together with what is before them, like its last one. Their tokens
-        are prefixes of the last one's tokens if each turn ends with a control token; None if one does not."""
+        """The passage with only those trained turns that do not fit with all text before them, as its last one does
+        not. The tokens up to each are a prefix of the last one's if every turn ends with a control token; None if one
+        does not, or if there is only one turn."""
         passage, ranges = found.passage, found.ranges
         if len(ranges) < 2 or any(found.example.tokens[last - 1] not in self.masker.special for _, last in ranges):
             return None
@@ -139,7 +140,7 @@ class Fitter:
         return found._replace(passage=shown, ranges=ranges[fit:])
 
     def _each(self, found: Masked) -> Iterator[Masked]:
-        """Each trained turn of a passage, with what is before it."""
+        """Yields each trained turn of a passage as a passage of its own, with the text before it."""
         whole = found.passage
         for i, turn, place in zip(whole.trained, whole.turns, found.ranges, strict=True):
             one = Passage(whole.text[: turn.end], (turn,), whole.messages[: i + 1], (i,), whole.tools, whole.notes)
@@ -196,8 +197,8 @@ class Fitter:
     def cut_question(
         self, rendered: Callable[[list[Message]], list[Masked]], asked: list[Message], answers: list[Masked]
     ) -> list[Built]:
-        """The answers with the start of the last question cut off; none if that is not enough. `rendered`: the
-        answers to other messages; `answers`: to those `asked`."""
+        """The answers with the start of the last question cut off; an empty list if that is not enough. `answers` are
+        those to the messages `asked`; `rendered(messages)` renders them as answers to other messages."""
         place = user_turns(asked)[-1]
         content, excess = asked[place]["content"], 0
         if content != self.question[0]:  # the last question is cached: hundreds of answers may follow it
@@ -209,7 +210,7 @@ class Fitter:
                 break
             try:
                 answers = rendered([*asked[:place], {**asked[place], "content": kept}, *asked[place + 1 :]])
-            except Refusal:  # a template that reads the question; the tokens are cut instead
+            except Refusal:  # the template refuses the shorter question; the tokens are cut
                 break
             if self.fit(answers):
                 return [built(one, QUESTION) for one in answers]

@@ -1,10 +1,10 @@
-"""A chat template, together with what has to be known of it to train on what it renders.
+"""A chat template, with the facts that are needed to train on the text it renders.
 
 `ChatFormat` holds what probing found out (probe.py): how an answer ends, whether system turns, tool calls and
 reasoning are rendered, and in which form the template wants them. It renders conversations in that form.
 
-BOS is the template's business: what it renders is what the model sees at inference, so none is added to it. The plain
-format (`template: none`, and models without a template) renders BOS itself where the tokenizer asks for one.
+No BOS is added to rendered text: the model sees at inference what the template renders, with BOS if the template writes
+one. The plain format (`template: none`, and models without a template) renders BOS where the tokenizer asks for one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from graftune.data.turns import ROLES, Message, unknown_role
 from graftune.errors import GraftuneError
 from graftune.tokenizer import Tokenizer
 
-LONGEST_CONVERSATION = 4 << 20  # characters of a conversation that is rendered at all
+LONGEST_CONVERSATION = 4 << 20  # characters; a longer conversation is refused without rendering it
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 TrainedReasoning = Literal["all", "none", "not_empty"]
 TrainReasoning = Literal["auto", "all", "none", "not_empty"]
@@ -30,7 +30,7 @@ EMPTY_NOT_TRAINED = (
     "train_reasoning auto: not_empty, since the template writes an empty reasoning block before answers that have none"
 )
 EVERYTHING_TRAINED = "train_reasoning auto: all, since the template writes no empty reasoning block"
-LONGEST_TAG = 256  # characters of a reasoning tag with what may stand beside it
+LONGEST_TAG = 256  # characters of a reasoning tag with the text beside it
 
 
 class Renderer(Protocol):
@@ -85,14 +85,14 @@ class Reasoning:
 
     key: str = ""  # empty: the template renders no such field
     open: str = "<think>\n"
-    close: str = "\n</think>\n\n"  # empty: nothing says how a block is closed
+    close: str = "\n</think>\n\n"  # empty: how a block is closed is unknown
     part: bool = False  # the template reads it as a part of the content, as Ministral 3's does
     channel: bool = False  # a message of its own, as in harmony: it is closed by the header that every prompt ends with
 
     def block(self, answer: str, *, opened: bool) -> tuple[int, bool]:
-        """(where the reasoning at the start of `answer` ends, whether it is empty); 0 where there is none.
+        """(where the reasoning at the start of `answer` ends, whether it is blank); (0, False) if there is none.
 
-        `opened`: the prompt has opened it already."""
+        `opened`: the prompt has opened the block already."""
         close = self.close.strip()
         begin = 0
         if not opened:
@@ -109,8 +109,8 @@ class Reasoning:
         return end + blank, not answer[begin:found].strip()
 
     def opening(self, text: str) -> int:
-        """The length of the opening tag that `text` starts with: the template's own, or one that its closing tag is
-        the pair of."""
+        """The length of the opening tag that `text` starts with: the template's own, or another one that pairs with the
+        closing tag. 0 if there is none."""
         tag = self.open.strip()
         if tag and text.startswith(tag):
             return len(tag)
@@ -160,7 +160,7 @@ class ChatFormat:
     call_append: str = ""  # the same for a turn of tool calls; empty: like `append`
     takes_system: bool = True
     notes: tuple[str, ...] = ()
-    call_suffix: str = ""  # the same for a turn of tool calls, from its end token on; empty: like `suffix`
+    call_suffix: str = ""  # `suffix` of a turn of tool calls, from its end token on; empty: like `suffix`
     call_end: str = ""
     renders_tools: bool = False
     renders_calls: bool = False
@@ -171,25 +171,25 @@ class ChatFormat:
     reasoning: Reasoning = field(default_factory=Reasoning)
     empty_reasoning: bool = False  # the template writes an empty block before an answer without reasoning
     before: str = ""  # what the template puts between a prompt and an answer without reasoning
-    header: str = ""  # what stands between question and answer, in the generation prompt and in the rendering
+    header: str = ""  # the texts between question and answer, of the generation prompt and of the rendering, joined
     control: tuple[str, ...] = ()  # names of the tokenizer's control tokens, the longest first
     variables: Mapping[str, Any] = field(default_factory=dict)
 
     @functools.cached_property
     def closing(self) -> str:
-        """What every answer ends with, without words of the template before it."""
+        """The control token (or the text) that closes every answer, without words of the template before it."""
         return self.append or next(filter(self.end.endswith, self.control), self.end)
 
     def render(self, messages: list[Message], tools: list[Any] | None, *, generate: bool = False) -> str:
-        """The template's rendering; its own objections become the row's refusal.
+        """Renders the messages; an error of the template becomes the row's Refusal.
 
-        For a template that takes no system turn, its text is put before the first user turn's, here, so that
-        everything that shortens a conversation can treat the two as apart."""
+        If the template takes no system turn, the system text is put before the first user turn's text only here, so
+        that code that shortens a conversation sees two separate turns."""
         if not self.takes_system and messages and messages[0]["role"] == "system":
             messages = _merged(messages)
         special, size = False, len(str(tools)) if tools else 0
         for message in messages:
-            # Most messages are a role and a text, which the first test sees without a look at the keys.
+            # Most messages have only a role and a text, which the first test finds without comparing keys.
             if (len(message) > 2 or message["content"] is None) and _is_special(message):
                 special = True
                 size += len(str(message))
@@ -266,13 +266,13 @@ def _merged(messages: list[Message]) -> list[Message]:
 
 
 def stop_ids(tokenizer: Tokenizer, form: ChatFormat | None) -> tuple[int, ...]:
-    """Where an answer ends: the model's own end tokens and the one the template closes a turn with."""
+    """The ids that end an answer: the model's own end tokens and the one that the template closes a turn with."""
     ends = () if form is None or form.end_id is None else (form.end_id,)
     return tuple(sorted({*tokenizer.stop_ids, *ends}))
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
-    """Control tokens by id: those that only parsing their name gives, never ordinary text."""
+    """Names of the control tokens by id. Only their parsed names encode to these ids, never ordinary text."""
     return {i: token.content for i, token in tokenizer.backend.get_added_tokens_decoder().items() if token.special}
 
 
@@ -283,8 +283,8 @@ def special_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 
 
 def check_roles(form: ChatFormat, messages: list[Message], tools: list[Any] | None) -> None:
-    """Refuse what a template would silently leave out: tool calls, and roles that it does not know. The first message
-    of each role is looked at; `not_rendered` notes what is missing of the others."""
+    """Refuse tool calls and unknown roles, which a template would silently leave out. Only the first message of each
+    role is checked; `not_rendered` reports what is missing of the others."""
     seen = {"system", "user", "assistant"}
     for i, message in enumerate(messages):
         if message.get("tool_calls"):

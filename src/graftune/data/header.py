@@ -2,9 +2,9 @@
 
 A template may write the header of an answer differently in its generation prompt: other blanks, another case, a typo,
 no name, a reasoning block that it opens. Searching for marker strings fails with the next template, so the borders are
-found by rendering the conversation with other texts: what changes is the author's, what stays is the template's. That
-gives the prompt's text after the last message before the answer, and the rendering's text between that message and the
-answer. The two are aligned unit by unit (control tokens, tags, words, blanks) with the least cost of differences.
+found by rendering the conversation with other texts: text that changes is the author's, all other text the template's.
+That gives the prompt's text after the last message before the answer, and the rendering's text between that message and
+the answer. The two are aligned unit by unit (control tokens, tags, words, blanks) with the least cost of differences.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from graftune.data.row import Refusal
 from graftune.data.tags import TAG, tag_kind
 from graftune.data.turns import Message
 
-MOST_UNITS = 240  # of a header, from its end; longer ones are not aligned further back
+MOST_UNITS = 240  # of a header that are aligned, counted from its end
 _LETTERS = "ZQXJKVW"  # a text is changed with one that it does not begin or end with
 # What it costs to leave a unit of the prompt out, and to pass over one of the rendering.
 _LEFT_OUT = {"blank": 5, "sign": 40, "word": 150, "tag": 300}
 _PASSED = {"blank": 5, "sign": 30, "word": 70, "tag": 120}
-_NEVER = 10**6  # the two are different things
+_NEVER = 10**6  # the cost of matching units that are different things
 
-_WORTH = 100  # a smaller difference of costs does not speak for another place of the answer
+_WORTH = 100  # another place of the answer is taken only if its cost is lower by more than this
 
 Render = Callable[..., str]  # (messages, generate=...) -> text; raises Refusal
 
 
 class Aligned(NamedTuple):
-    """`end`: where the part of the rendering's header that the prompt has ends. `extra`: the end of the prompt that
-    the rendering does not have."""
+    """`end`: the length of the part of the rendering's header that the prompt has too. `extra`: the end of the prompt
+    that the rendering does not have."""
 
     end: int
     extra: str
@@ -53,7 +53,7 @@ class Header(NamedTuple):
 
 
 def locate(render: Render, messages: list[Message], prompt: str, full: str, control: tuple[str, ...]) -> Header:
-    """The header of the last message, which `full` renders and `prompt` asks for."""
+    """Finds the header of the last message. `full` is rendered with that message, `prompt` is the generation prompt."""
     tail, place = _tails(render, messages, prompt, full, control)
     found: list[tuple[int, Header]] = []  # with their costs
     for start in _starts(render, messages, full):
@@ -73,8 +73,8 @@ def locate(render: Render, messages: list[Message], prompt: str, full: str, cont
 
 def _starts(render: Render, messages: list[Message], full: str) -> Iterator[int]:
     """Where `full` first differs from the rendering of a plain answer, and, for turns that call tools, from the
-    rendering of another call: the header of a call may be another than that of an answer. What the template refuses is
-    left out."""
+    rendering of another call: a call's header may differ from an answer's. Renderings that the template refuses are
+    skipped."""
     message, head = messages[-1], messages[:-1]
     letter = _letter(message)
     plain = {key: value for key, value in message.items() if key not in (*REASONING_KEYS, "tool_calls")}
@@ -89,8 +89,8 @@ def _starts(render: Render, messages: list[Message], full: str) -> Iterator[int]
 def _tails(
     render: Render, messages: list[Message], prompt: str, full: str, control: tuple[str, ...]
 ) -> tuple[int, int]:
-    """Where the text of the message before the answer ends, in `prompt` and in `full`: both are rendered with a
-    letter more at its end. Where it is not rendered, as far as the two agree."""
+    """Where the text of the message before the answer ends, in `prompt` and in `full`. To find it, both are rendered
+    again with one more letter at that end. If the message is not rendered: the place up to which the two agree."""
     letter = _letter(messages[-2])
     head = [*messages[:-2], _changed(messages[-2], letter, front=False)]
     try:
@@ -176,11 +176,11 @@ def align(prompt: str, header: str, control: tuple[str, ...]) -> Aligned:
         for j, (other, other_kind) in enumerate(zip(shown, kinds[1], strict=True), 1):
             both = costs[j - 1] + (_difference(unit, other) if kind == other_kind else _NEVER)
             if kind == "word" and not agreed[j - 1] and not _same_word(unit, other):
-                both = _NEVER  # another word stands for a role only where what precedes it agrees
+                both = _NEVER  # different words are names of one role only if the units before them agree
             left, passed = costs[j] + _LEFT_OUT[kind], row[-1] + _PASSED[other_kind]
             best = min(left, both, passed)
             row.append(best)
-            # Of equal ways the one that agrees early: what the prompt adds stands at its end.
+            # Of equally cheap alignments, take the one that matches early: text that only the prompt has is at its end.
             way.append("left" if best == left else "both" if best == both else "passed")
         costs = row
         agreed = [False, *(way[j] == "both" and (kind != "blank" or agreed[j - 1]) for j in range(1, len(way)))]
@@ -200,7 +200,7 @@ def align(prompt: str, header: str, control: tuple[str, ...]) -> Aligned:
 
 
 def _difference(one: str, other: str) -> int:
-    """What it costs to take one unit for the other, of the same kind."""
+    """The cost of matching two different units of the same kind; 0 if they are equal."""
     if one == other:
         return 0
     if one.isspace():

@@ -1,9 +1,9 @@
 """Data sets from the Hugging Face Hub, by name: OWNER/NAME, OWNER/NAME:SPLIT, OWNER/NAME/SUBSET:SPLIT or their page.
 
 Only the files of the split that is read are fetched, as they lie in the repository; the `datasets` library would
-convert all splits into a cache of its own first. Which files make up a subset and a split is what the repository's
-README says (`configs:`), or else what folders and files are called. Where a repository has no files that are read here
-(a loading script, archives), the Hub's own conversion to Parquet is taken (revision refs/convert/parquet).
+convert all splits into a cache of its own first. The repository's README says which files make up a subset and a split
+(`configs:`), or else the names of folders and files do. If a repository has no files that can be read here (a loading
+script, archives), the Hub's own conversion to Parquet is used (revision refs/convert/parquet).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def files_of(source: Source, note: Callable[[str], None]) -> list[tuple[Path, st
 
 
 def _named(source: Source) -> tuple[str, str, str]:
-    """(OWNER/NAME, subset, split) of what was given; or why it can be none."""
+    """(OWNER/NAME, subset, split) that the source names; GraftuneError if it cannot be a data set on the Hub."""
     path = _ADDRESS.sub("", source.path).removesuffix("/")
     match = _NAME.fullmatch(path)
     if "://" in path:
@@ -87,7 +87,7 @@ def _listed(repo: str, folder: Path) -> list[str]:
 
 
 def _configs(folder: Path) -> list[dict[str, Any]]:
-    """What the README's header says of subsets; nothing where it has none that can be read."""
+    """The subsets that the README's header describes (`configs:`); empty if it has no readable header."""
     try:
         with (folder / "README.md").open(encoding="utf-8-sig") as file:
             text = file.read(LONGEST_README)
@@ -156,8 +156,8 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def _converted_configs(names: Sequence[str]) -> list[dict[str, Any]]:
-    """The Hub's own layout as a README says it: SUBSET/SPLIT/0000.parquet, partial-SPLIT where it stopped after some
-    gigabytes."""
+    """The subsets of the Hub's conversion in the form of a README's `configs:`. It has files SUBSET/SPLIT/0000.parquet,
+    with partial-SPLIT where the conversion stopped after some gigabytes."""
     configs: dict[str, list[dict[str, str]]] = {}
     for folder in dict.fromkeys(str(Path(name).parent) for name in names if format_of(name) and name.count("/") == 2):
         subset, split = folder.split("/")

@@ -1,11 +1,11 @@
-"""What the records of some data are: answers to train on, pairs of which one is preferred, answers with a rating ...
+"""The kinds of data: answers to train on, pairs of which one is preferred, answers with a rating ...
 
-A kind says which examples a row becomes, which of its columns are numbers that go with them, and which files are not
-its own. A loss takes data of one kind and refuses others (losses/interface.py): cross-entropy on data of pairs would
-train on rejected answers. So the kind is part of the key under which encoded data is kept, and of the data set itself.
+A kind defines which examples a row becomes, which of its columns are numbers that go with them, and which files are of
+another kind. A loss takes data of one kind and refuses others (losses/interface.py): cross-entropy on data of pairs
+would train on rejected answers. So the kind is part of the encoded data and of the key under which it is cached.
 
-Where a row has several answers to one prompt (`members`), they are a group: they stay together in one
-micro-batch, are repeated, held out and counted together, and where one of them cannot be used the row is refused.
+Several answers to one prompt in a row (`members`) are a group: they stay together in one micro-batch, are repeated,
+held out and counted together, and if one of them cannot be used, the row is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DataKind:
     # Answers to one prompt that a row has: each becomes one example, and all have the same prompt, token for token.
     # 0: the row becomes as many examples as its text makes.
     members: int = 0
-    takes: str = ""  # such data in a message's words; empty: files of other kinds are not recognised
+    takes: str = ""  # a phrase for such data in messages; empty: files of other kinds are not recognised
     numbers: tuple[str, ...] = ()  # columns that every row has, each one number, for the loss to read
 
     def records(self, row: dict[str, Any]) -> list[Record]:
@@ -52,7 +52,7 @@ class DataKind:
 
     @property
     def key(self) -> list[Any]:
-        """Everything of it that decides what rows become."""
+        """Everything about the kind that decides which examples rows become; part of the cache key."""
         own = type(self)
         try:
             source = hashlib.sha256(inspect.getsource(own).encode()).hexdigest()

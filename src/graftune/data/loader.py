@@ -2,10 +2,10 @@
 
 The position in the data is (epoch, step) and nothing else: the plan of an epoch follows from the seed, so a resumed run
 plans it again and starts at its step, with no generator state to store. A thread packs the next step while the current
-one trains, and `stage` sends it on its way to the device; what goes wrong in it is raised where the step is asked for.
+one trains, and `stage` starts its copy to the device; the thread's errors are raised where the step is asked for.
 
-Of several ranks each plans the whole epoch and packs its share of every step's bins. Counts and divisors are those of
-the whole step.
+With several ranks, each plans the whole epoch and packs its share of every step's bins. Counts and divisors are those
+of the whole step.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from graftune.ranks import WHOLE, Share
 
 
 class Loader:
-    """Micro-batches have exact shapes, or one that holds them all once it is fixed, which a captured step needs.
-    `layout`: what the loss asks of the batches. `share`: of every step, where several ranks divide it."""
+    """Plans and packs the micro-batches of each epoch. They have exact shapes until `fix` gives all of them one shape,
+    which a captured step needs. `layout`: what the loss asks of the batches. `share`: this rank's part of a step."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Loader:
         return int(self.lengths[indices].sum()), int(self.responses[indices].sum())
 
     def divisor(self, epoch: int, step: int) -> float:
-        """What the loss's sums of that step are divided by; 1 where there is nothing to divide."""
+        """The number that divides the loss's sums of that step; 1 if the examples' shares add up to 0."""
         indices = list(itertools.chain.from_iterable(self.plan(epoch)[step]))
         return float(self.shares[indices].sum()) or 1.0
 
@@ -88,7 +88,7 @@ class Loader:
         return sorted(found)
 
     def capacities(self, epochs: int) -> Capacities:
-        """What holds every micro-batch of the first `epochs` epochs."""
+        """The least capacities that hold every micro-batch of the first `epochs` epochs."""
         bins = (indices for epoch in range(epochs) for step in self.plan(epoch) for indices in step)
         return capacities(bins, self.lengths, self.responses)
 
@@ -101,8 +101,8 @@ class Loader:
     def epoch(
         self, epoch: int, start_step: int = 0, stage: Callable[[PackedBatch], Any] = lambda batch: batch
     ) -> Iterator[list[Any]]:
-        """This rank's micro-batches of each step from `start_step` on, as `stage` (called in the packing thread) left
-        them."""
+        """Yields this rank's micro-batches of each step from `start_step` on, as returned by `stage`, which runs in the
+        packing thread."""
         steps = self.plan(epoch)
         assert 0 <= start_step <= len(steps), (start_step, len(steps))
         # Leaving the loop early closes the generator, which waits for the one step being packed and ends the thread.

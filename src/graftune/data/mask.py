@@ -1,11 +1,11 @@
-"""Character spans -> a trained/not-trained flag per token, and the check that the mask is what it must be.
+"""Character spans -> a trained/not-trained flag per token, and checks of the resulting mask.
 
 The whole text is tokenised once, so tokens are the ones inference would see, and no control token is ever broken.
 Borders of prompts and answers have to lie between two tokens: `border` finds the token that begins there, or the one
 that lies across it. (Tokenising prompt and response apart would make the boundary trivial, but SentencePiece models put
-a space before each piece.) Only where a token lies across a border, or the prompt would not have its tokens of
-inference, the answer is encoded apart. Then `check` makes sure of it for every template: each span has tokens, the
-last of them is the end token, and what follows it is not trained.
+a space before each piece.) The answer is encoded separately only if a token lies across a border, or if the prompt
+would not have the tokens that it has at inference. Then `check` verifies for every template that each span has tokens,
+that the last of them is the end token, and that what follows it is not trained.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from graftune.data.turns import loss_weight
 from graftune.tokenizer import Tokenizer
 from graftune.tokenizer.offsets import Offsets
 
-LONGEST_TAIL = 64  # characters: longer ones are hardly met twice
+LONGEST_TAIL = 64  # characters: longer tails hardly occur twice, so they are not cached
 ACROSS = "a token would span the end of the prompt and the start of the answer: the prompt keeps its inference tokens"
 
 
@@ -43,7 +43,7 @@ class Masker:
 
     def __init__(self, form: ChatFormat, tokenizer: Tokenizer):
         self.tokenizer, self.special = tokenizer, special_tokens(tokenizer)
-        self.tails: dict[str, list[int]] = {}  # what stands between a prompt's last control token and its end
+        self.tails: dict[str, list[int]] = {}  # text from a prompt's last control token to its end -> ids
         self.ends = self._end_ids(form)
 
     def _end_ids(self, form: ChatFormat) -> frozenset[int]:
@@ -81,7 +81,7 @@ class Masker:
 
     def _as_inference(self, text: str, place: int, tokens: list[int], first: int) -> bool:
         """Whether the prompt `text[:place]` has the same tokens here as when it is encoded alone: some vocabularies
-        divide blanks by what follows them. Control tokens divide a text, so only the part after the last one counts."""
+        divide blanks by what follows them. Control tokens divide a text: the part from the last one is compared."""
         before = first - 1
         while before >= 0 and tokens[before] not in self.special:
             before -= 1
@@ -96,8 +96,8 @@ class Masker:
     def _parted(
         self, passage: Passage, tokens: list[int], offsets: Sequence[tuple[int, int]], first: int, whole: bool
     ) -> tuple[list[int], list[tuple[int, int]], int]:
-        """Encode so that the prompt has the tokens that inference gives it: all tokens, the character ranges of the
-        answer's tokens, and the number of prompt tokens. `first` is the first token of the whole text that has a
+        """Encode so that the prompt has the tokens that inference gives it. Returns all tokens, the character ranges of
+        the answer's tokens, and the number of prompt tokens. `first` is the first token of the whole text that has a
         character of the answer; `whole`: it has no character of the prompt."""
         place = passage.turns[0].prompt
         prompt = self.tokenizer.encode(passage.text[:place])

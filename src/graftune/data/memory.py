@@ -28,7 +28,7 @@ LIMIT = 4 << 30  # bytes of all records that are kept; those used longest ago go
 
 
 def as_given(data: Data | DataValue, verb: str = "") -> DataValue | Lines:
-    """Paths and lists of sources as the setting `data` has them; records as lines. `verb` is what asks for them."""
+    """Paths and lists of sources as the setting `data` has them; records as lines. `verb`: the caller, for messages."""
     if isinstance(data, str):
         return data
     if isinstance(data, os.PathLike):
@@ -56,7 +56,7 @@ def _is_source(entry: Any) -> bool:
 
 
 def lines_of(records: Iterable[Any]) -> Lines:
-    """A Hugging Face Dataset is iterated like a list."""
+    """The records as JSON lines. A Hugging Face Dataset is iterated like a list."""
     lines = []
     for row, record in enumerate(records, 1):
         if not isinstance(record, Mapping):

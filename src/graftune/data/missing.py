@@ -26,7 +26,7 @@ def not_rendered(messages: list[Message], whole: str, answers: dict[int, str], r
     for i, message in enumerate(messages):
         text = answers.get(i, whole)
         if len(message) == 2 and (message["content"] or "") in text:
-            continue  # it has nothing but a content, which is there as it was written
+            continue  # it has only a role and a content, which is in the text as it was written
         for kind in _lost(message, text, said, reasoning):
             if kind not in said:
                 said.add(kind)

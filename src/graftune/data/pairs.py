@@ -90,7 +90,7 @@ RATED = RatedKind("rated answers", members=1, takes="answers rated good or bad b
 
 
 def kind_of_data(value: DataValue, config: DataConfig) -> DataKind:
-    """The kind of data by its first row that shows one; answers where none does."""
+    """The kind of data, from the first row whose columns show it; answers if no row does."""
     kinds = {kind.name: kind for kind in (PAIRS, RATED, ANSWERS)}
     for row in rows(sources(value), config.map, max_unpacked=config.max_unpacked):
         if isinstance(row.value, dict) and (found := columns.kind_of_row(row.value)):

@@ -1,4 +1,4 @@
-"""What will be trained, shown before it is: the mask in colour, the counts, every row left out and why.
+"""Shows before training what will be trained: the mask in colour, the counts, every row left out and why.
 
 Masks go wrong silently, so they are made visible from the tokens and flags the trainer gets, not from the text they
 came from. On a terminal without colour (or in a file) the trained text stands between ⟦ and ⟧ instead.
@@ -150,7 +150,7 @@ def _left_out(summary: Summary) -> list[RenderableType]:
 
 
 def summary_json(dataset: Dataset, tokenizer: Tokenizer | None = None, count: int = 0) -> dict[str, Any]:
-    """Everything above for a program; with a tokenizer also the first `count` examples in runs."""
+    """The contents of `preview` for programs; with a tokenizer also the first `count` examples, in runs of one flag."""
     summary = dataset.summary
     result: dict[str, Any] = {
         "path": dataset.path,

@@ -48,7 +48,7 @@ _TOOL = {
         },
     },
 }
-MOST_TAGS = 64  # of a template's source that are tried
+MOST_TAGS = 64  # tags, or string literals, of a template's source that are tried
 _LITERAL = re.compile(r"""(["'])((?:\\.|(?!\1)[^\\])*)\1""", re.DOTALL)  # in a template's source
 
 Render = Callable[..., str | None]
@@ -99,7 +99,7 @@ def probe(
     prompt = (rendered([*head, _asked("")[0]], tools, True) or "").rpartition(_ASK)[2]
     plain = first[first.rfind(_ASK) + len(_ASK) : first.rfind(ANSWERS[0])]
     reasoning = _reasoning(rendered, head, tools, (prompt, plain), getattr(renderer, "source", ""))
-    # Texts around reasoning that do not look like tags are aligned as whole ones too.
+    # Delimiters of reasoning that do not look like tags are also aligned as single units.
     texts = (text for text in reasoning.tags if text and not TAG.search(text))
     control = tuple(sorted({*control, *texts}, key=len, reverse=True))
     return ChatFormat(
@@ -153,10 +153,10 @@ def _closing(
 
 
 def _turn_end(suffix: str, following: str, tokenizer: Tokenizer, question: str = "") -> tuple[str, int | None]:
-    """The part of `suffix` that ends a turn: up to its first stop token, or else the control token that also ends a
-    question (`question`: what follows its text), or else its last control token; among those that also stand after an
-    answer in the middle of a conversation (`following`); where none does, among all of them. Without any it is all
-    that is not blank."""
+    """(the part of `suffix`, the text after an answer, that ends a turn; the id of its last token). It ends with the
+    first stop token, or else the control token that also ends a question (`question`: the text after a question's
+    content), or else the last control token. Tokens that also follow an answer inside a conversation (`following`) come
+    first. Without any control token: (`suffix` without blanks at its end, None)."""
     ids, offsets = tokenizer.encode_with_offsets(suffix) if suffix else ([], [])
     special, common = special_tokens(tokenizer), len(shared_start(suffix, following))
     ends = [id for id in (tokenizer.encode(question) if question else []) if id in special][:1]
@@ -178,11 +178,11 @@ def _turn_end(suffix: str, following: str, tokenizer: Tokenizer, question: str =
 def _closed_later(
     first: str, following: str, question: str, control: tuple[str, ...], tokenizer: Tokenizer
 ) -> tuple[str, int | None]:
-    """How a template that leaves the last answer open closes it once a question follows: what stands between the two,
-    without the question's own header. Where a system turn of the template's own ends like an answer, that header
-    cannot be told from the end: then it is how a question ends (`question`: what follows its text), or a stop token.
-    Nothing, if there is no control token in it."""
-    # What follows the last answer all the same is there already.
+    """(text, id) with which a template that leaves the last answer open closes it once a question follows: the text
+    between the two, without the question's header. If the template's default system turn ends like an answer, that
+    header cannot be told from the end of the answer: then the text that ends a question is taken (`question`: the text
+    after its content), or a stop token. ("", None) if there is no control token in any of them."""
+    # Text after the last answer is in every rendering: only what a following question adds counts.
     between = following.rpartition(_ASK)[0].removeprefix(first.rpartition(ANSWERS[0])[2])
     before = first.partition(_ASK)[0]
     shared = len(shared_start(between[::-1], before[::-1]))
@@ -272,9 +272,9 @@ def _clean(text: str, value: str) -> bool:
 def _reasoning(
     rendered: Render, head: list[Message], tools: list[Any] | None, header: tuple[str, str], source: str
 ) -> Reasoning:
-    """The tags of reasoning, from what the template does with it: in a field, or written into the content before a
-    closing tag that the template's source names. `header`: what stands between question and answer, in the generation
-    prompt and in the rendering."""
+    """Finds the texts around reasoning by rendering it in each known field, as a part of the content, and inside the
+    content before each closing tag that the template's source names. `header`: the text between question and answer, in
+    the generation prompt and in the rendering."""
     prompt, plain = header
     aligned = align(prompt, plain, ())
     names = list(dict.fromkeys(TAG.findall(source)))[:MOST_TAGS]
@@ -297,7 +297,7 @@ def _reasoning(
         shown = rendered([*head, *_asked(f"{before}{_WHY}{close}{ANSWERS[0]}")], tools) or ""
         later = rendered([*head, *_asked(f"{before}{_WHY}{close}{ANSWERS[0]}"), *_asked(ANSWERS[1])], tools) or ""
         if all(not text or f"{_WHY}{close}{ANSWERS[0]}" in text for text in (shown, later)):
-            continue  # printed as it is: the template does not know it
+            continue  # printed unchanged: the template does not treat it as a tag
         raw = f"{_WHY}{close}{ANSWERS[0]}" in shown
         if (
             not raw
@@ -322,28 +322,28 @@ def _reasoning(
 
 def _block(shown: str, prompt: str, plain: str, own: str, literals: Collection[str]) -> tuple[str, str] | None:
     """The text before and after reasoning in a rendered answer; None if it is not rendered before the answer. `plain`:
-    the header of an answer without reasoning, `own` the end of it that the prompt does not have, `literals` the
-    texts in the template's source."""
+    the header of an answer without reasoning; `own`: the end of that header that the prompt lacks; `literals`: the
+    string literals in the template's source."""
     why, answer = shown.rfind(_WHY), shown.rfind(ANSWERS[0])
     asked = shown.rfind(_ASK, 0, why) + len(_ASK)
     if not len(_ASK) <= asked <= why < answer:
         return None
     before, after = shown[asked:why], shown[why + len(_WHY) : answer]
-    close = after.removesuffix(own) if after.removesuffix(own).strip() else after  # the answer may have an own opening
+    close = after.removesuffix(own) if after.removesuffix(own).strip() else after  # the answer may have its own opening
     # Beside the tag there may be a header that the prompt does not have, or the prompt may have the tag too.
     pairs = [(tag, end) for tag in TAG.finditer(before) for end in TAG.finditer(after) if is_pair(tag[0], end[0])]
     if pairs:
         tag = pairs[-1][0]
         end = next(end for other, end in pairs if other is tag).end()
         blanks = len(after[end:]) - len(after[end:].lstrip())
-        return before[tag.start() :], after[: end + blanks]  # words behind it belong to the answer
+        return before[tag.start() :], after[: end + blanks]  # text after it belongs to the answer
     tagged = TAG.search(close)
     # Without tags, the prompt may end with the whole block.
     asked_for = prompt if tagged else prompt.rstrip().removesuffix(close.strip() or "\0")
     opening = before[align(asked_for, before, ()).end :]
     if not opening.strip() and len(plain) < len(before):
         opening = before[shared_header(plain, before) :]
-    # Where the header cannot be told from it, the template's source may have it as a text of its own.
+    # If the header cannot be told from the opening, the opening may be a string literal of the template's source.
     named = [text for text in literals if len(text) > 2 and not TAG.search(text) and before.rstrip().endswith(text)]
     if not tagged and named:
         opening = min([*named, opening.strip() or before], key=len)
@@ -353,8 +353,8 @@ def _block(shown: str, prompt: str, plain: str, own: str, literals: Collection[s
 def _untagged(
     rendered: Render, head: list[Message], tools: list[Any] | None, opening: str, literals: Collection[str]
 ) -> Reasoning:
-    """The block that a prompt opens with a text that does not look like a tag. What closes it is a text of the
-    template's source that is not printed as it is where it stands in an answer."""
+    """The reasoning block that a prompt opens with a text that does not look like a tag. A string literal of the
+    template's source closes the block if the template does not print it unchanged inside an answer."""
     for close in sorted(literals, key=lambda text: (len(text), text))[:MOST_TAGS]:
         inner = f"{_WHY}\n\n{close}\n\n{ANSWERS[0]}"  # no template writes it like this
         shown = rendered([*head, *_asked(f"{opening}{inner}")], tools) or inner
@@ -366,5 +366,5 @@ def _untagged(
 
 
 def _as_wide(close: str, opening: str) -> str:
-    """A closing tag on lines of its own where the opening tag is."""
+    """The closing tag, on a line of its own if the opening tag is."""
     return f"\n{close}\n\n" if opening.endswith("\n") else close

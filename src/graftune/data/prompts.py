@@ -32,7 +32,7 @@ class PromptRow:
 
     @property
     def asked(self) -> str:
-        """The last turn, which a person recognises."""
+        """The text of the last turn, to show to a person."""
         return str(self.messages[-1]["content"] or "")
 
 

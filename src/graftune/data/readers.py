@@ -1,6 +1,6 @@
-"""Files -> rows: numbered, parsed, not yet understood. One small reader per format.
+"""Files -> rows: numbered and parsed, their columns not yet interpreted. One small reader per format.
 
-A bad row never stops a reader: it comes out as the reason why there is none. Only what spoils the whole file (not a
+A bad row never stops a reader, which yields a Refusal with the reason instead. Only a fault of the whole file (not a
 table, cut off, wrong encoding) is an error. Readers stream, so memory does not grow with the number of rows; only a
 file that is one JSON value is read whole. A data-frame library would read these formats in fewer lines, but it guesses
 types and forgets line numbers.
@@ -59,7 +59,7 @@ def _shape(opened: TextFile) -> tuple[bool, bool]:
     if head.startswith("["):
         line = head.partition("\n")[0].rstrip()
         rest = head[len(line) :].lstrip()
-        # Lines that are lists each are bad rows, not a list of rows.
+        # If each line is a list of its own, the lines are bad rows, not one list of rows.
         return False, not (line.endswith("]") and rest.startswith(("[", "{")))
     first, _, rest = head.partition("\n")
     return isinstance(_loaded(first), dict) and bool(rest.strip()), False
@@ -88,7 +88,7 @@ def _read_lines(opened: TextFile) -> Numbered:
 
 
 def _lines(file: Any, shown: str) -> Iterator[Any]:
-    """The lines of a stream, none of which may be longer than any row is."""
+    """Yields the lines of a stream; refuses the file if one is longer than LONGEST."""
     while line := file.readline(LONGEST + 1):
         if len(line) > LONGEST:
             raise GraftuneError(
@@ -98,7 +98,7 @@ def _lines(file: Any, shown: str) -> Iterator[Any]:
 
 
 def parsed(line: bytes | str) -> dict[str, Any] | Refusal:
-    """A row that is one line of JSON."""
+    """Parses a row from one line of JSON."""
     try:
         return _object(json.loads(line if isinstance(line, str) else line.decode("utf-8")))
     except UnicodeDecodeError as error:
@@ -180,7 +180,7 @@ def _read_csv(opened: TextFile, kind: str, note: Note) -> Numbered:
 
 
 def _separator(header: str) -> str:
-    """The one under which the header has most columns that are known, or else most columns; a comma if in doubt."""
+    """The separator that gives the header the most known columns, or else the most columns; a comma if in doubt."""
 
     def likelihood(separator: str) -> tuple[int, int]:
         try:
@@ -207,9 +207,9 @@ def _cells(names: list[str], cells: list[str]) -> dict[str, Any] | Refusal:
 
 
 def _read_parquet(file: SourceFile, note: Note, max_unpacked: float) -> Numbered:
-    """Some rows at a time. Columns that can hold no text (times, decimals, raw bytes such as pictures) are not read: a
-    value out of range in one of them would otherwise cost the row. What still cannot be converted refuses its row, not
-    the file."""
+    """Reads BATCH rows at a time. Columns that can hold no text (times, decimals, raw bytes such as pictures) are not
+    read: a value out of range in one of them would otherwise cost the row. A value that still cannot be converted
+    refuses its row, not the file."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -239,7 +239,7 @@ def _read_parquet(file: SourceFile, note: Note, max_unpacked: float) -> Numbered
 
 
 def _parquet_columns(schema: Any, types: Any, where: str) -> tuple[list[str], list[str]]:
-    """Names of the columns to read, and of those left alone."""
+    """(names of the columns to read, names of the columns that are skipped)."""
     names: list[str] = []
     left: list[str] = []
     _check_names(schema.names, where)

@@ -32,7 +32,7 @@ EARLY = "answers before the first user turn, kept as context and not trained"
 
 @dataclass(frozen=True)
 class Record:
-    """One row as the rest of the package sees it. `flags[i]`: whether message i says that it is trained; None: it
+    """One row, whatever columns it had. `flags[i]`: whether message i says that it is trained; None: it
     does not say. `notes` are counted for the user."""
 
     kind: Kind
@@ -223,7 +223,7 @@ def _filled(row: dict[str, Any], key: str, reason: str) -> str:
 def trained_turns(record: Record, train_on: str) -> tuple[int, ...]:
     """Indices of the messages to train; raises Refusal where there is none.
 
-    A turn that says so itself ("train": false, or OpenAI's "weight": 0) is context and not trained."""
+    A turn that is marked as untrained ("train": false, or OpenAI's "weight": 0) is context only."""
     turns = [
         i for i, message in enumerate(record.messages) if message["role"] == "assistant" and i not in record.skipped
     ]

@@ -1,6 +1,6 @@
-"""What passes from the readers to everything else: a row and its place, or the reason why it cannot be used.
+"""The types that readers pass on: a row and its place, or the reason why it cannot be used.
 
-Apart from the readers, so that recognition (columns, turns) and reading do not import each other.
+They have a file of their own so that recognition (columns, turns) and reading do not import each other.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Where a user finds it."""
+        """The row's file and number, for messages."""
         return f"{self.file}, row {self.number}" if self.file else f"row {self.number}"
 
 
@@ -76,7 +76,7 @@ class SourceFile:
 
     @property
     def ending(self) -> str:
-        """The ending of its name, which says how it is read, with that of a compression."""
+        """The ending of its name, which decides how it is read, with the ending of a compression."""
         return "".join(self.path.suffixes[-2:]).lower()
 
 

@@ -1,4 +1,4 @@
-"""Rows -> examples, a chunk at a time; every row is counted with what became of it.
+"""Rows -> examples, a chunk at a time; every row is counted as used, or by the reason why it is not.
 
 A chunk's rows become texts (`Fitter.passages`), all texts are encoded in one call that uses every core, and the tokens
 become examples (`Fitter.finish`); only what does not fit is rendered and encoded again, one by one. While one chunk is
@@ -43,7 +43,7 @@ class Pending:
     row: Row
     refusal: Refusal | None = None
     kind: str = ""  # of its records
-    passages: list[Passage] = field(default_factory=list)  # with these texts; none: it is a `text` record
+    passages: list[Passage] = field(default_factory=list)  # whose texts are `texts`; none: it is a `text` record
     texts: list[str] = field(default_factory=list)
     weight: float = 1.0  # of a `text` record's loss
     numbers: dict[str, float] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class RowEncoder:
                 self._note_control([first.text])
                 return Pending(row, kind="text", texts=[first.text], weight=first.weight, numbers=numbers)
             passages = [passage for record in records for passage in self._passages(record)]
-            # A template may print what comes from anywhere in a row.
+            # A template may print text of any field of the row.
             texts = [as_unicode(passage.text) for passage in passages]
             return Pending(row, kind=first.kind, passages=passages, texts=texts, numbers=numbers)
         except Refusal as refusal:
@@ -181,7 +181,7 @@ class RowEncoder:
             self._note(note)
 
     def _built(self, one: Pending, encoded: Encoded) -> list[Built]:
-        """The row's examples, with its number and numbers; where they belong together, all of them or a Refusal."""
+        """The row's examples, with its key and numbers; if they form a group, all of them or a Refusal."""
         if not one.passages:
             ((tokens, _),) = encoded
             made = list(windows(one.texts[0], tokens, self.tokenizer, self.config.longest(), one.weight))
@@ -242,7 +242,7 @@ class RowEncoder:
         return self.fitter
 
     def _note_control(self, texts: list[str]) -> None:
-        """Control tokens written in the data are parsed as such, as every other trainer does; the mask holds."""
+        """Counts rows whose text spells a control token. Other trainers parse it as one too; the mask stays correct."""
         if self.control is None:
             return
         for text in texts:
@@ -282,13 +282,13 @@ def _trained(tokens: list[int], weight: float) -> Example:
 
 
 def _quarter(text: str) -> int:
-    """About a quarter of a text, to the end of a word: what a sample continues."""
+    """The length of about a quarter of a text, up to the end of a word: the prompt of a sample answer."""
     space = text.find(" ", max(1, len(text) // 4))
     return space if space > 0 else max(1, len(text) // 4)
 
 
 def _placed(built: Built, row: int, group: int, numbers: dict[str, float]) -> Built:
-    """With what the row says of its example."""
+    """Adds the row's key, group and numbers to its example, and whether it was shortened."""
     if built.example is None:
         return built
     shortened = bool(built.truncated)

@@ -74,8 +74,8 @@ def _checked(fitter: Fitter, answers: list[Masked]) -> list[int]:
 
 
 def _start(fitter: Fitter, answer: Masked) -> int:
-    """Tokens before an answer, which begins with reasoning that is not trained. The masker has made sure that the
-    prompt's tokens are those of the prompt alone."""
+    """The number of tokens before an answer, which may begin with untrained reasoning. The masker has made sure that
+    the prompt's tokens are those of the prompt alone."""
     turn = answer.passage.turns[0]
     if turn.start == turn.prompt:
         return answer.ranges[0][0]

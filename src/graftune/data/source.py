@@ -24,7 +24,7 @@ from graftune.data.streams import MAX_UNPACKED
 from graftune.errors import GraftuneError
 from graftune.settings.sources import DataValue, entries
 
-LOOKED_AT = 100  # rows of a file, before the first is handed out
+LOOKED_AT = 100  # rows of a file that are checked before the first is yielded
 STRATUM = 10  # a fraction of the rows is taken from every ten of them
 _TOGETHER = (frozenset((*ASKS, *ANSWERS, "input", "context", "history")), frozenset(CHATS), frozenset({"text"}))
 _BESIDE = frozenset((*SYSTEMS, WEIGHT, "tools"))
@@ -44,8 +44,8 @@ def rows(
     refused: Callable[[dict[str, Any]], GraftuneError | None] = lambda row: None,
     max_unpacked: float = MAX_UNPACKED,
 ) -> Iterator[Row]:
-    """Every row of the files, in order. `note` gets a sentence about what was not read as it stands; `refused` says
-    of a row why its whole file is none of this data's kind."""
+    """Every row of the files, in order. `note` gets a sentence about what was not read as it stands; `refused` returns
+    the error for a row that shows that its whole file is of another kind."""
     before = 0
     for file in files:
         shown = file.shown if len(files) > 1 else ""
@@ -60,8 +60,8 @@ def rows(
 
 
 def digest_of(files: Sequence[SourceFile]) -> str:
-    """What the data is: the file's own hash where it is one file with weight 1 and no map of its own, otherwise a hash
-    over those of all."""
+    """The digest of the data: the file's own hash if it is one file with weight 1 and no map of its own, otherwise a
+    hash over those of all files, with their weights and maps."""
     hashes = [file.sha256 for file in files]
     if len(files) == 1 and files[0].weight == 1 and files[0].map is None:
         return hashes[0]
@@ -90,8 +90,8 @@ def _renamed(
     shown: str,
     refused: Callable[[dict[str, Any]], GraftuneError | None],
 ) -> Numbered:
-    """Rows with the columns of `map` under the names that it gives them. The first rows are looked at before any is
-    handed out: a file that lacks a column of the map, or is made for other losses, is refused."""
+    """Rows with the columns of `map` under the names that it gives them. The first rows are checked before any is
+    yielded: a file that lacks a column of the map, or is made for other losses, is refused."""
     first = list(itertools.islice(numbered, LOOKED_AT))
     if renaming:
         renaming = _checked_map(renaming, first, shown)
@@ -107,7 +107,7 @@ def _renamed(
 
 
 def _checked_map(renaming: dict[str, str], first: Sequence[tuple[int, Any]], shown: str) -> dict[str, str]:
-    """The map by normal names of its targets, which `first` rows have all columns of."""
+    """The map with normal names as its keys; refuses unknown names, and columns that none of the `first` rows has."""
     unknown = [target for target in renaming if normal(target) not in TARGETS]
     if unknown:
         raise GraftuneError(f"map: there is no field {unknown[0]!r}", fix=f"a map names {', '.join(TARGETS)}")
@@ -120,8 +120,8 @@ def _checked_map(renaming: dict[str, str], first: Sequence[tuple[int, Any]], sho
 
 
 def _hidden(targets: set[str]) -> Callable[[str], bool]:
-    """Columns that are not looked at any more: those of other kinds of records; and where the answer itself was named,
-    everything unknown too, so that map, as response=chosen, trains on preferred answers."""
+    """Returns a test for columns that a map hides: those of other kinds of records and, if the map names the answer,
+    all unknown columns too, so that a map such as response=chosen trains on the preferred answers."""
     mine = [group for group in _TOGETHER if group & targets]
     others = KNOWN - frozenset().union(*mine, _BESIDE) if mine else frozenset()
     explicit = bool(targets & {*ANSWERS, *CHATS, "text"})

@@ -1,4 +1,4 @@
-"""The split of a data file, by its name: one rule for folders and for data sets on the Hub.
+"""Finds the split of a data file by its name: one rule for folders and for data sets on the Hub.
 
 Folders follow the convention of the Hub: files named by a split (train.jsonl, test-00000-of-00002.parquet, valid/x.csv)
 belong to it, and training takes `train`. So a folder with a test set beside the training set is not trained on its test
@@ -21,7 +21,7 @@ SPLITS = {
 UNNAMED = "(files without a split's name)"
 Splits = dict[str, list[str]]
 MOST_NAMED = 20  # of a list in a sentence
-# Files about data sets, not of them.
+# Files that describe a data set and hold none of its rows.
 _ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "package.json", "config.json"}
 
 

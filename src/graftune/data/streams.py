@@ -1,7 +1,7 @@
-"""Opening a text file as people have it: compressed or not, UTF-8 or what Excel and Windows write.
+"""Opens text files, compressed or not, in UTF-8 or in the encodings that Excel and Windows write.
 
-Compression is recognised by a file's first bytes, not by its name. Text is UTF-8 unless it cannot be; what is taken for
-something else is said in a note, and what could be several things is refused with the command that converts it. A
+Compression is recognised by a file's first bytes, not by its name. Text is read as UTF-8 unless it is invalid; another
+encoding is reported in a note, and a text that could have several is refused with the command that converts it. A
 detector by letter statistics would accept more files and train on wrong letters now and then.
 """
 
@@ -74,8 +74,8 @@ def format_of(path: str | Path) -> str | None:
 
 
 def look(path: Path, shown: str, note: Callable[[str], None], max_unpacked: float) -> TextFile:
-    """Compression and encoding of a text file; GraftuneError where neither can be read. `note` gets what is
-    unusual."""
+    """Finds the compression and encoding of a text file; GraftuneError if it cannot be read. `note` is called with a
+    sentence about anything unusual."""
     with reading(shown):
         with open_plain(path) as file:
             head = file.read(64)
@@ -160,8 +160,8 @@ def _unpacked(path: Path, packed: str, shown: str, max_unpacked: float) -> Itera
 
 
 def _opener(packed: str, shown: str) -> tuple[Callable[[], Any], type[Exception]]:
-    """What begins to unpack a stream of this compression (an object with `decompress`, `eof` and `unused_data`), and
-    what it raises where the stream is damaged."""
+    """(a function that returns a new decompressor, with `decompress`, `eof` and `unused_data`, for this compression;
+    the exception that the decompressor raises for a damaged stream)."""
     if packed == ".zst":
         try:
             import zstandard
@@ -179,8 +179,8 @@ def _opener(packed: str, shown: str) -> tuple[Callable[[], Any], type[Exception]
 
 
 class _Unpacked(io.RawIOBase):
-    """The streams of a compressed file as one, up to a limit: the file may be a thousandth of them. (zstandard's own
-    reader takes a file that was cut off as whole.)"""
+    """Reads the streams of a compressed file as one, up to a limit: they may unpack to a thousand times its size.
+    (zstandard's own reader accepts a file that was cut off.)"""
 
     def __init__(self, file: BinaryIO, packed: str, shown: str, max_unpacked: float):
         self.file, self.shown, self.limit = file, shown, max_unpacked
@@ -199,7 +199,7 @@ class _Unpacked(io.RawIOBase):
                 if self.stream is not None:
                     raise EOFError("the file ends within a compressed stream")
                 return 0
-            if self.stream is None and not (packed := packed.lstrip(b"\0")):  # zeros may fill up a file behind a stream
+            if self.stream is None and not (packed := packed.lstrip(b"\0")):  # a file may be padded with zeros
                 continue
             self.stream = self.stream or self.opener()
             try:

@@ -15,12 +15,12 @@ SHORTEST = 32  # tokens that the first part of a histogram reaches to
 
 
 def counted(count: int, noun: str) -> str:
-    """With the noun in its right number: `1 row`, `2 rows`."""
+    """The count with its noun, singular or plural: `1 row`, `2 rows`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def share(part: float) -> str:
-    """In percent, never rounded to nothing or to all."""
+    """A share in percent, never rounded to 0% or 100%."""
     if 0 < part < 0.01:
         return "less than 1%"
     return f"{part:.0%}" if not 0.99 < part < 1 else f"{int(part * 1000) / 10:.1f}%"
@@ -40,7 +40,7 @@ class Summary:
     dropped: dict[str, int] = field(default_factory=Counter)
     refused: dict[str, int] = field(default_factory=Counter)
     details: list[tuple[int, str]] = field(default_factory=list)  # (row, why) for the first rows refused or dropped
-    left_out: int = 0  # how many there are in all
+    left_out: int = 0  # how many rows were refused or dropped in all
     notes: dict[str, int] = field(default_factory=Counter)  # what a user should know, and for how many rows
     template: str = ""
     duplicates: int = 0  # examples that repeat an earlier one, token for token
@@ -93,13 +93,13 @@ class Summary:
         return [f"{of} {verb} word for word; repeats stay on one side of the split between training and validation"]
 
     def document(self) -> dict[str, Any]:
-        """For JSON, whose keys are text."""
+        """The fields for JSON; `lengths` becomes a list of pairs, since JSON's keys are text."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return values | {"lengths": sorted(self.lengths.items())}
 
     @staticmethod
     def of(document: dict[str, Any]) -> Summary:
-        """What `document` gave."""
+        """Restores a summary from the result of `document`."""
         details = [(row, why) for row, why in document["details"]]
         return Summary(**document | {"lengths": dict(document["lengths"]), "details": details})
 

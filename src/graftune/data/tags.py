@@ -1,7 +1,7 @@
 """Tags in the texts of templates: what they look like, and which of them closes which.
 
 `<think>` and `</think>`, `[THINK]` and `[/THINK]`, `<|START_THINKING|>` and `<|END_THINKING|>`, `<|channel>` and
-`<channel|>` are pairs of one name. The pair is told by its form, so that a tag that no list knows is recognised too.
+`<channel|>` are pairs of one name. Pairs are recognised by their form, so that tags of new models are recognised too.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def chat_format(tokenizer: Tokenizer, config: DataConfig) -> ChatFormat | None:
 
 
 def usable_format(tokenizer: Tokenizer, config: DataConfig) -> ChatFormat:
-    """The same, and for models without a template what their prompt/response records are trained with."""
+    """The result of `chat_format`; for models without a template, the plain format of prompt/response records."""
     return chat_format(tokenizer, config) or plain_format(tokenizer)
 
 
@@ -62,7 +62,7 @@ def check_variables(given: Mapping[str, Any], template: ChatTemplate, name: str)
 
 
 def plain_format(tokenizer: Tokenizer) -> ChatFormat:
-    """For prompt/response records of models without a template: a line break parts the two."""
+    """The format of prompt/response records for models without a template: a line break separates the two."""
     name = "none (the base has no chat template: prompt, line break, response)"
     return probe(PlainTemplate(tokenizer, between="\n"), name, tokenizer, append_eos=False)
 

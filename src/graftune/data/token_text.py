@@ -15,7 +15,7 @@ from graftune.batch import Example
 from graftune.tokenizer import Tokenizer
 
 BROKEN = "\ufffd"  # what a piece of a character decodes to
-LONGEST = 8  # tokens of one character
+LONGEST = 8  # most tokens that share one character
 
 
 class Pieces:
@@ -43,7 +43,7 @@ class Pieces:
                     texts[place:end] = [whole, *[""] * (end - place - 1)]
                     place = end - 1
                     break
-            place += 1  # without a break the text itself contains the sign of a broken character
+            place += 1  # no break: the text itself contains BROKEN
         return texts
 
     def _decoded(self, ids: Sequence[int]) -> str:

@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 
 class RenderedTurn(NamedTuple):
-    """One trained turn as the last of its conversation: the text up to its end token, and where it lies there."""
+    """A trained turn as the last of its conversation: the text up to its end token, and the turn's place in it."""
 
     text: str
     place: Place

@@ -1,9 +1,9 @@
 """One turn of a conversation -> a message in the form that chat templates read (OpenAI's).
 
 Turns are written as role/content or as from/value, with the speakers' names of a dozen tools; calls of functions as
-`tool_calls`, as OpenAI's older `function_call`, or as ShareGPT turns of a speaker of their own. All of it comes out as
-one shape, as an inference server would hand it to the template. What has no place in that shape refuses the row by its
-own name; what was spelt in an unusual way is noted.
+`tool_calls`, as OpenAI's older `function_call`, or as ShareGPT turns of a speaker of their own. All of it is converted
+to the form in which an inference server hands messages to the template. A row with anything that this form cannot hold
+is refused, with the reason; unusual spellings are noted.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ ROLES = {
     "tool": "tool", "observation": "tool", "function": "tool", "function_response": "tool", "tool_response": "tool",
     "function_call": "call", "tool_call": "call",
 }  # fmt: skip
-_COMMON = ("user", "assistant")  # turns that are nothing but role and content take a short way
+_COMMON = ("user", "assistant")  # turns with only one of these roles and a content take a faster path
 _PLAIN = frozenset({"user", "assistant", "system", "tool", "human", "gpt"})  # need no note
 _OUTER = ("id", "type")  # keys of a call beside its function
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -64,8 +64,8 @@ _ASIDE = frozenset({"train", "weight", "role", "from", "content", "value", "func
 
 @dataclass
 class Turns:
-    """The messages of a row as they are converted. `flags[i]`: whether message i says that it is trained, if it
-    does."""
+    """The messages of a row as they are converted. `flags[i]`: whether message i says that it is trained; None: it does
+    not say."""
 
     messages: list[Message] = field(default_factory=list)
     flags: list[bool | None] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Turns:
         self.flags.append(flag)
 
     def convert(self, turn: dict[str, Any]) -> None:
-        """Adds the next turn."""
+        """Converts and adds the next turn of the data."""
         place = len(self.messages) + 1
         if len(turn) == 2 and turn.get("role") in _COMMON and isinstance(turn.get("content"), str):
             text = as_unicode(turn["content"])
@@ -130,7 +130,7 @@ class Turns:
         return role
 
     def _beside(self, message: Message, turn: dict[str, Any], place: int) -> None:
-        """Tool calls, OpenAI's older function_call, and refusals."""
+        """Adds the turn's tool calls, its function_call (OpenAI's older form) or its refusal to the message."""
         if message["role"] != "assistant":
             what = next(name for name in ("tool_calls", "function_call", "refusal") if turn.get(name))
             raise Refusal(f"{what} in a turn that is not the assistant's", f"message {place}")
@@ -149,7 +149,7 @@ class Turns:
             self.notes.append("'refusal' read as the assistant's text")
 
     def _spoken_calls(self, content: str | None, place: int) -> list[Message]:
-        """A turn of the speaker function_call: its text is one call, or a list of them, in JSON."""
+        """The calls of a turn by the speaker function_call: its text is one call, or a list of them, in JSON."""
         calls = parsed(content or "", f"in the function call of turn {place}")
         return [self._call(call, place) for call in (calls if isinstance(calls, list) else [calls])]
 
@@ -203,7 +203,7 @@ def unknown_role(role: str, place: int) -> Refusal:
 
 
 def parsed(value: Any, where: str) -> Any:
-    """What a text says in JSON; any other value as it is. `where` is for messages."""
+    """Parses a text as JSON; returns any other value unchanged. `where` is for messages."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except RecursionError:
@@ -246,8 +246,8 @@ def _part(place: int, part: object) -> str:
 
 
 def _flag(place: int, turn: Message) -> tuple[bool | None, float]:
-    """Whether the turn says that it is trained, if it does, and the weight of its tokens. OpenAI's weight 0 is context
-    and not trained; 1 is trained as any other; between and beyond them it multiplies the loss."""
+    """(whether the turn says that it is trained, None if it does not say; the weight of its tokens). OpenAI's weight 0
+    makes a turn context, not trained; 1 trains it like any other; every other weight multiplies the loss."""
     train, given = turn.get("train"), turn.get("weight")
     weight = 1.0 if given is None else checked_weight(given, f"'weight' of message {place}")
     if train is not None:
@@ -260,7 +260,7 @@ def _flag(place: int, turn: Message) -> tuple[bool | None, float]:
 
 
 def as_unicode(text: str) -> str:
-    """JSON may escape half of a surrogate pair; no tokenizer can encode that."""
+    """Returns the text; raises Refusal for a lone surrogate, which JSON can escape and no tokenizer can encode."""
     if not text.isascii():
         try:
             text.encode("utf-8")

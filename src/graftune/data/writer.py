@@ -41,7 +41,7 @@ _JSON = json.JSONEncoder(separators=(",", ":"))
 
 
 class NewExample(NamedTuple):
-    """An example on its way into the file, with what sample answers need of it (see Dataset)."""
+    """An example to be written, with the texts that sample answers need (see Dataset)."""
 
     example: Example
     prompt: str
@@ -54,7 +54,7 @@ class StoreWriter:
     """Takes examples in chunks; `close` writes the file."""
 
     def __init__(self, vocabulary: int, folder: Path | None = None):
-        """`folder`: where temporary files grow; None: where the system has them."""
+        """`folder`: for the temporary files; None: the system's own folder for them."""
         self.vocabulary, self.folder = vocabulary, None if folder is None else str(folder)
         new_file = functools.partial(tempfile.SpooledTemporaryFile, IN_MEMORY, dir=self.folder)
         self.contents: dict[str, IO[bytes]] = defaultdict(new_file)
@@ -66,10 +66,10 @@ class StoreWriter:
         self.groups = 0
         self.used = np.zeros(vocabulary, dtype=np.bool_)  # tokens that occur
         for name in ("tokens", "texts", "details"):
-            self._append(name, b"")  # also where nothing else is written into it
+            self._append(name, b"")  # the file has these contents even if they are empty
 
     def _append(self, name: str, content: bytes) -> int:
-        """Add to a content; returns where it ends, in bytes."""
+        """Append bytes to a content; returns its new length in bytes."""
         self.contents[name].write(content)
         return self.contents[name].tell()
 

@@ -23,7 +23,7 @@ TYPES = ("F32", "F16", "BF16")
 
 
 def lora_tensors(adapter: Adapter, base: Base, kind: str) -> list[OutputTensor]:
-    """`adapter` in the engine's order."""
+    """The adapter's A's and B's under GGUF's names. `adapter` is in the engine's order."""
     found = []
     for ours, value in adapter.tensors.items():
         if experts.is_expert_adapter(ours):

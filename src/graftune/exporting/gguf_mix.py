@@ -41,8 +41,8 @@ def more_bits(layer: int, layers: int) -> bool:
 
 
 def kind_of(name: str, source: RowSource, mix: str, spec: ModelSpec) -> str:
-    """The block type of a tensor by its GGUF name. MXFP4 that is not changed stays so under every type: it would be
-    larger in any other, and no better."""
+    """The block type of a tensor by its GGUF name. A tensor in MXFP4 that no adapter has changed stays so under every
+    type: a larger one would be no better."""
     kept = source.dtype_name == "MXFP4" and source.raw is not None
     return "MXFP4" if kept else tensor_kind(name, tuple(source.shape), mix, spec)
 
@@ -51,7 +51,7 @@ def tensor_kind(name: str, shape: tuple[int, ...], mix: str, spec: ModelSpec) ->
     """The block type of a tensor by its GGUF name."""
     kind = TYPES[mix][0]
     # A router's choice depends on small differences; llama.cpp takes the taps of a convolution in F32 only.
-    # Experts have a bias each, so that theirs is a matrix.
+    # The biases of experts are one matrix, with a row per expert, so they are found by name.
     if len(shape) == 1 or name.endswith((".bias", "ffn_gate_inp.weight", "shortconv.conv.weight", "ssm_conv1d.weight")):
         return "F32"
     if kind in _FLOATS:

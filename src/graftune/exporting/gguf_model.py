@@ -24,7 +24,7 @@ from graftune.weights.base import Base, open_base
 from graftune.weights.gguf_io import header_bytes, read_gguf
 from graftune.weights.streamed import UNWATCHED, OutputTensor, Watcher, carried_outputs
 
-# True of the file that was read, not of what is written now; and templates, of which one is checked and written.
+# Keys that describe the file that was read, not the new one, and chat templates: one of these is checked and written.
 _DROPPED = ("split.", "quantize.imatrix.", "general.alignment", "tokenizer.chat_template")
 _NAMING = ("family", "module", "names", "tiled")  # fields of a spec that say nothing about what is computed
 
@@ -50,7 +50,7 @@ def gguf_tensors(base: Base, mix: str) -> list[OutputTensor]:
 
 
 def _place(name: str) -> tuple[int, int]:
-    """Embedding, layers in order, final norm, head: as a reader walks through the file."""
+    """Sort key: embedding, layers in order, final norm, head, which is the order in which a reader uses them."""
     layer = re.match(r"layers\.(\d+)\.", name)
     return (1, int(layer[1])) if layer else ({"embed_tokens.weight": 0, "norm.weight": 2}.get(name, 3), 0)
 
@@ -64,7 +64,7 @@ def write_model_gguf(
     end_of_turn: int | None,
     watcher: Watcher = UNWATCHED,
 ) -> None:
-    """Written at `path` and read back, tokenizer and shape of the model too."""
+    """Writes the file and reads it back, including the tokenizer and the model's shape."""
     write_gguf(path, model_keys(base, name, int(TYPES[mix][1]), end_of_turn), tensors, watcher)
     _check(path, base)
 
@@ -79,7 +79,7 @@ def model_keys(base: Base, name: str, file_type: int, end_of_turn: int | None) -
 
 
 def _kept_keys(base: Base) -> dict[str, bytes]:
-    """Those of the GGUF that the base was read from, with the new tokens."""
+    """The keys of the GGUF that the base was read from, with the new tokens added."""
     keys = {k: v for k, v in header_bytes(base.path).items() if not k.startswith(_DROPPED)}
     metadata = read_gguf(base.path).metadata
     new = [base.tokenizer.token(id) for id in range(len(metadata["tokenizer.ggml.tokens"]), base.spec.vocab)]
@@ -121,14 +121,14 @@ def _same(want: Any, got: Any) -> bool:
 
 
 def _values(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Everything that a spec says, by its place. Ropes are given by their frequencies, which files may state in several
+    """Yields (path of a field, value) of a spec. Ropes are given by their frequencies, which files may state in several
     ways; the family is left out, since some share an architecture, and so are the names of a folder's tensors."""
     if isinstance(value, RopeSpec):
         rope = value.build()
         value = (*rope.frequencies.tolist(), rope.scaling, rope.temperature, rope.temperature_length)
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
-            skipped = field.name in ("branches", "parts", "part")  # say nothing to a reader of the message
+            skipped = field.name in ("branches", "parts", "part")  # left out of the paths in messages
             inner = place if skipped else f"{place}.{field.name}".removeprefix(".")
             yield from _values(getattr(value, field.name), inner) if field.name not in _NAMING else ()
     elif isinstance(value, tuple):

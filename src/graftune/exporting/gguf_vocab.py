@@ -1,10 +1,10 @@
 """A tokenizer as GGUF keys, for a base that came with a tokenizer.json.
 
-Byte-level BPE goes out as tokens and merges; the rule that cuts text before merging is only a name in GGUF, so it is
-found by trying: the rule that cuts a text full of edge cases as the tokenizer itself does. SentencePiece-style BPE goes
-out with a score a token instead of merges; a score is the place of the merge that makes the token, which gives the
-order back that the merges came from. The keys are read in again with our own reader of GGUF vocabularies (which is
-tested against llama.cpp's) and have to give the same ids, or the export ends here.
+Byte-level BPE is written as tokens and merges. GGUF stores only the name of the rule that cuts text before merging, so
+all rules are tried until one cuts a text full of edge cases as the tokenizer does. SentencePiece-style BPE is written
+with a score per token instead of merges; a score is the place of the merge that makes the token, so that the scores
+restore the order of the merges. The keys are read back with our own reader of GGUF vocabularies (which is tested
+against llama.cpp's) and have to give the same ids, or the export is refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PROBE = (
 
 
 def vocabulary(tokenizer: Tokenizer, rows: int, end_of_turn: int | None) -> dict[str, bytes]:
-    """The keys under tokenizer., for an embedding of so many rows. `end_of_turn`: where that is not EOS."""
+    """The keys under tokenizer.ggml, for an embedding of `rows` rows. `end_of_turn`: its id, if that is not EOS."""
     model = json.loads(tokenizer.backend.to_str())["model"]
     if model["type"] != "BPE":
         raise _unknown(f"a {model['type']} vocabulary")
@@ -62,7 +62,7 @@ def vocabulary(tokenizer: Tokenizer, rows: int, end_of_turn: int | None) -> dict
         "eot": end_of_turn,
         "eom": None,
     }
-    # Ends of an answer that no reader knows by their text (Phi-3 names <|assistant|>) take the names that are left.
+    # Stop tokens that no reader recognises by their text (Phi-3 names <|assistant|>) go under the keys that are left.
     unknown = sorted({*tokenizer.stop_ids} - {*find_stop_ids(tokenizer.backend, [tokenizer.eos_id, end_of_turn])})
     ids |= dict(zip([name for name in ("eom", "eot") if ids[name] is None], unknown, strict=False))
     values |= {f"{name}_token_id": id for name, id in ids.items() if id is not None}
@@ -72,7 +72,7 @@ def vocabulary(tokenizer: Tokenizer, rows: int, end_of_turn: int | None) -> dict
 
 
 def _tokens(tokenizer: Tokenizer, rows: int) -> list[str]:
-    """By id; rows that only fill the table up get a name, as llama.cpp's converter gives them."""
+    """The tokens by id; rows that only pad the table are named as by llama.cpp's converter."""
     known = [tokenizer.backend.id_to_token(id) for id in range(rows)]
     return [f"[PAD{id}]" if token is None else token for id, token in enumerate(known)]
 
@@ -96,8 +96,8 @@ def _kinds(tokenizer: Tokenizer, rows: int, spm: bool, unknown: str | None) -> l
 
 
 def _with_blanks(tokens: list[str], kinds: list[int]) -> list[str]:
-    """Runs of blanks that are always kept whole (Gemma's) are written as blanks: llama.cpp looks for them in the text
-    as it was typed, and says them as they stand in the file."""
+    """The tokens, where runs of blanks that are always kept whole (Gemma's) are spelt with real blanks: llama.cpp looks
+    for them in the text as it was typed, and prints them as the file spells them."""
     shown = [t.replace("\u2581", " ") if k == USER_DEFINED else t for t, k in zip(tokens, kinds, strict=True)]
     known = set(tokens)
     return [old if new in known else new for old, new in zip(tokens, shown, strict=True)]
@@ -107,21 +107,21 @@ def _scores(merges: list[list[str]], tokens: list[str]) -> list[float]:
     made: dict[str, int] = {}
     for place, pair in enumerate(merges):
         made.setdefault("".join(pair), place)
-    # What no merge makes is found whole or not at all: its score is never compared.
+    # A token that no merge makes is found whole or not at all: its score is never compared.
     return [-float(made.get(token, len(merges))) for token in tokens]
 
 
 def _space_prefix(tokenizer: Tokenizer) -> bool:
-    """Whether text gets a blank in front: asked, since there are several ways to say it."""
+    """Whether a text gets a blank in front. Found by encoding one: a tokenizer.json can state it in several ways."""
     return tokenizer.backend.encode("a", add_special_tokens=False).tokens[0].startswith("\u2581")
 
 
 def _rule(tokenizer: Tokenizer, ignore_merges: bool) -> str:
-    """llama.cpp's name of what cuts the text."""
+    """llama.cpp's name of the rule that cuts text before merging."""
     backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
     known = backend.get_vocab(with_added_tokens=False)
     want = backend.encode(PROBE, add_special_tokens=False).ids
-    backend.normalizer = None  # llama.cpp has none for these
+    backend.normalizer = None  # llama.cpp normalises no text here
     for name in dict.fromkeys((*_FIRST, *pretokenize.RULES)):
         rule = pretokenize.RULES[name]
         backend.pre_tokenizer = pretokenize.build(rule, known)

@@ -64,7 +64,7 @@ class Changed(Over):
 
 
 def merge(base: Base, adapters: Sequence[Weighted]) -> Base:
-    """The base as the adapters change it. The base given is without their new tokens; the adapters are fitted to it."""
+    """The base with the adapters' changes added. `base` is without their new tokens; the adapters are fitted to it."""
     if not adapters:
         return base
     for adapter, _ in adapters:
@@ -209,8 +209,8 @@ class Survival:
     noise: float = 0.0  # |stored - (W + d)|^2, for types whose rounding of W alone is larger than d
 
     def on_piece(self, tensor: OutputTensor, start: int, stop: int, stored: Callable[[int], torch.Tensor]) -> None:
-        """`stored`: so many rows of the piece, as they were stored."""
-        assert not isinstance(tensor.source, CarriedTensor)  # copied whole
+        """Adds a piece of a tensor to the sums. `stored(n)`: the first n rows of the piece, as they were stored."""
+        assert not isinstance(tensor.source, CarriedTensor)  # these are copied whole
         self._measure(tensor.source, start, stop, stored, DTYPES.get(tensor.kind))
 
     def _measure(
@@ -221,7 +221,7 @@ class Survival:
         stored: Callable[[int], torch.Tensor],
         dtype: torch.dtype | None,
     ) -> None:
-        """`dtype`: what was rounded to, None for a quantised type (W is not quantised a second time)."""
+        """`dtype`: the dtype rounded to; None for a quantised type (W is not quantised a second time)."""
         ordered = None
         if isinstance(source, RowRange):
             start, stop, source = start + source.first, stop + source.first, source.source

@@ -19,7 +19,7 @@ from graftune.data.row import Refusal
 from graftune.errors import GraftuneError
 from graftune.tokenizer import ChatTemplate, Tokenizer
 
-START, ANSWER = "start", "answer"  # beside the roles: before the first turn, and where the model goes on
+START, ANSWER = "start", "answer"  # used like roles: before the first turn, and where the model's answer begins
 _CONVERSATIONS = (
     ("user",),
     ("user", "assistant", "user"),
@@ -66,7 +66,7 @@ def _literal(text: str) -> str:
 
 
 def recognise(form: ChatFormat, tokenizer: Tokenizer) -> TurnTexts:
-    """Raises a GraftuneError that says why the template cannot be expressed."""
+    """Finds the texts between turns. Raises a GraftuneError that says why the template cannot be expressed by them."""
     between: dict[tuple[str, str], str] = {}
     for roles in _CONVERSATIONS:
         messages = [{"role": role, "content": f"Zq{place}{role}Q"} for place, role in enumerate(roles)]

@@ -91,7 +91,7 @@ def _of_state(
 
 
 def _weighted(first: Adapter, weight: float, add: Sequence[str], base: Base, any_base: bool) -> tuple[Weighted, ...]:
-    """The adapter and those that are added to it, fitted to the base."""
+    """The first adapter and the ones to add, with their weights, fitted to the base."""
     adapters = [(first, weight), *((_added(path, base, any_base), w) for path, w in map(parse_weight, add))]
     return tuple(Weighted(fitted(adapter, base.spec, base.tensors), w) for adapter, w in adapters)
 

@@ -1,7 +1,7 @@
-"""Writes each export format: checked beforehand, written aside, read back, then put in its place.
+"""Writes each export format to a path beside the target, reads it back and renames it into place.
 
-Checked beforehand: the place is free (or --force given), the type is known, the disk is large enough. A full disk or
-Ctrl-C leaves nothing behind.
+Before that it checks that the place is free (or --force given), the type is known and the disk is large enough. A full
+disk or Ctrl-C leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def export(
     adapter_names: str = NAMINGS[0],
     console: Console | None = None,
 ) -> Exported:
-    """Write TARGET as `to`, one of FORMATS. `kind` is a type such as Q8_0 (or, merged, BF16); `add` are further
+    """Write TARGET as `to`, one of FORMATS. `kind` is a type such as Q8_0 (for merged: BF16); `add` are further
     adapters, each PATH or PATH=WEIGHT, whose changes are added. `adapter_names`, one of NAMINGS, is for peft."""
     console = console or Console(quiet=True)
     if adapter_names not in NAMINGS:
@@ -244,12 +244,13 @@ def _merged(source: ExportSource, place: Path, kind: str, console: Console) -> E
 
 
 def _dtype(name: str, base: Base, asked: str) -> torch.dtype:
-    """The dtype asked for, or that of the original's format: quantised tensors become bf16."""
+    """The dtype asked for, or that of the stored tensor (in a GGUF: of all matrices, if they agree); quantised tensors
+    become bf16."""
     if asked:
         return DTYPES[asked]
     if base.kind == "gguf":
         matrices = [t for t in base.tensors.values() if len(t.shape) > 1]
-        stored = {_merged_dtype(t) for t in matrices if t.dtype_name != MXFP4}  # which every float holds exactly
+        stored = {_merged_dtype(t) for t in matrices if t.dtype_name != MXFP4}  # MXFP4: exact in every float
         return stored.pop() if len(stored) == 1 else torch.bfloat16
     return _merged_dtype(base.tensors.get(name) or base.tensors["embed_tokens.weight"])
 
@@ -312,8 +313,9 @@ def _watched(count: int, total: int, survival: Survival, merging: bool, console:
 
 
 def _report_noise(done: Exported, ratio: float, kind: str, console: Console) -> None:
-    """A type whose steps are larger than the change keeps it only on average, over many weights. Weights that were
-    MXFP4 lie on its steps already and return to them: at a ratio near 1 nothing is left of the change."""
+    """Reports the rounding noise relative to the adapters' change. A change smaller than the type's steps survives only
+    on average over many weights. Weights that were MXFP4 lie on its steps and are rounded back to them: at a ratio near
+    1 nothing is left of the change."""
     done.facts["noise_over_change"] = ratio
     text = f"rounding to {kind} moves the adapted weights {ratio:.2g} times as far as your fine-tuning did"
     if ratio <= (0.5 if kind == MXFP4 else 1):

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from graftune.errors import GraftuneError
 
-PART, OLD = ".part", ".old"  # what follows a name: still being written; stepping away
+PART, OLD = ".part", ".old"  # endings of a path that is still being written, and of a folder that is being replaced
 _ABANDONED = 86400.0  # seconds without a write after which a half-written file counts as abandoned
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 # The file system or the kernel has no exchange.
@@ -77,7 +77,7 @@ def open_own(path: str | Path, flags: int = 0) -> int:
 
 def _opened(path: str | Path, flags: int) -> int:
     follow = not flags & os.O_NOFOLLOW
-    _check_mode(path, os.stat(path, follow_symlinks=follow).st_mode)  # to open a device may be to start it
+    _check_mode(path, os.stat(path, follow_symlinks=follow).st_mode)  # opening a device may start it
     handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check_mode(path, os.fstat(handle).st_mode)
@@ -163,7 +163,7 @@ def new_file(path: str | Path, *, unique: bool = False) -> Iterator[Path]:
         yield aside
         flush(aside)
         os.replace(aside, path)
-    except BaseException:  # a full disk or Ctrl-C must not keep the half that fitted
+    except BaseException:  # a full disk or Ctrl-C must not leave half a file
         with suppress(OSError):
             aside.unlink(missing_ok=True)
         raise
@@ -189,7 +189,7 @@ def replace_folder(aside: Path, final: Path) -> None:
     """Flush `aside` and put it in the place of `final`, which need not exist and is deleted if it does."""
     flush_folder(aside)
     old = final.with_name(final.name + OLD)
-    if not final.exists():  # `old` may be all that a kill left of it: it goes only after the new one is there
+    if not final.exists():  # after a kill, `old` may be the only copy: remove it only after the rename
         os.rename(aside, final)
     elif _exchange(aside, final):
         old = aside

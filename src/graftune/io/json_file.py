@@ -28,7 +28,7 @@ class NotJson(ValueError):
 
 
 def read_json(path: Path, largest: int = LARGEST) -> Any:
-    """The value in a file; NotJson, or OSError where there is none that can be read (GraftuneError of a pipe)."""
+    """The value in a file. Raises NotJson, OSError if the file cannot be read, and GraftuneError for a pipe."""
     with open_plain(path) as file:
         content = file.read(largest + 1)
     if len(content) > largest:
@@ -57,7 +57,7 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def is_deep(value: Any) -> bool:
-    """Whether lists and objects lie inside each other deeper than is read."""
+    """Whether lists and objects are nested more than DEEPEST levels deep."""
     level = [value]
     for _ in range(DEEPEST):
         inside = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
@@ -68,7 +68,7 @@ def is_deep(value: Any) -> bool:
 
 
 def read_object(path: Path, largest: int = LARGEST) -> dict[str, Any]:
-    """Likewise, of a file that holds keys and values."""
+    """Like `read_json`, for a file that must hold an object."""
     value = read_json(path, largest)
     if not isinstance(value, dict):
         raise NotJson("is not valid JSON (not an object with keys and values)")
@@ -86,8 +86,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Without Python's search for cycles, of which what is read from a file has none: it takes a tenth of the time that
-    rows take, and most of the time of a line of many lists."""
+    """Pauses Python's cycle collector. Values read from a file have no cycles, and the collector takes a tenth of the
+    time of reading rows, and most of the time of a line of many lists."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The lock of a run folder: the training process holds it, and the dashboard reads who that is.
+"""The lock of a run folder: the training process holds it, and the dashboard reads which process that is.
 
 The lock belongs to an open file, so it ends with its process. The file's content names the owner: the process, when it
 started, and the machine, so that others can read it without taking the lock. While the lock is held a thread renews the
@@ -32,10 +32,10 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.
 @dataclass(frozen=True)
 class LockOwner:
     pid: int
-    began: str  # when the process started, in the system's own count: tells it from a later one of the same number
-    machine: str  # where that number means this process
+    began: str  # when the process started, in the kernel's clock ticks: a later process with the same pid has another
+    machine: str  # the host and pid namespace in which the pid is valid
     since: float  # Unix seconds: when the lock was taken
-    file: int = 0  # the number (inode) of the lock's file, which a copy of the folder does not have; 0: not known
+    file: int = 0  # the inode of the lock's file, which differs in a copy of the folder; 0: not known
 
     @staticmethod
     def me(file: int = 0) -> LockOwner:
@@ -57,13 +57,13 @@ class LockOwner:
 
     @property
     def lives(self) -> bool:
-        """Whether the process is there; asked of one that is here."""
+        """Whether the process still runs; call it only if `is_here`."""
         found = process_start(self.pid)
         return found == self.began if self.began else found is not None
 
 
 def machine() -> str:
-    """The host, and where there are several namespaces of processes on it, which one."""
+    """The name of the host, and the namespace of process ids if the system tells it."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -72,8 +72,8 @@ def machine() -> str:
 
 
 def process_start(pid: int) -> str | None:
-    """When a process started, in the system's own count. None: there is no such process, or it is a zombie. Empty: the
-    system does not say, or hides the processes of other users."""
+    """When a process started, in the kernel's clock ticks. None: there is no such process, or it is a zombie. Empty:
+    the system does not say, or hides the processes of other users."""
     with suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
         return None if fields[0] in (b"Z", b"X") else fields[19].decode("ascii")
@@ -113,7 +113,7 @@ class FolderLock:
         return self
 
     def _beat(self) -> None:
-        """Renew the file's time until the lock is released. A disk that refuses once may take the next one."""
+        """Renew the file's time until the lock is released. After a failure, the next beat tries again."""
         while not self._released.wait(BEAT):
             with suppress(OSError):
                 os.utime(self._handle)

@@ -17,7 +17,7 @@ from graftune.io.files import open_plain
 LARGEST = 1 << 18  # bytes; a file of settings has a few thousand
 MOST = 10_000  # values, with those behind aliases counted as often as they are named
 DEEPEST = 30
-_INHERITED = re.compile(r"/dev/(stdin|fd/\d+)|/proc/self/fd/\d+")  # -c <(command): a pipe, and it is meant
+_INHERITED = re.compile(r"/dev/(stdin|fd/\d+)|/proc/self/fd/\d+")  # -c <(command): a pipe on purpose
 HEADER = """\
 # yaml-language-server: $schema=graftune.schema.json
 # (For completion and checks in an editor, make that file: graftune schema > graftune.schema.json)
@@ -29,7 +29,7 @@ def dump_yaml(tree: dict[str, Any]) -> str:
 
 
 def dump_values(tree: dict[str, Any]) -> str:
-    """Without the header. By libyaml, where PyYAML was built with it: four times as fast, and the same text."""
+    """YAML without the header. Uses libyaml if PyYAML was built with it: four times as fast, and the same text."""
     import yaml
 
     dumper = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper
@@ -72,7 +72,7 @@ def _constructed(text: str, where: str, most: int) -> Any:
     import yaml
 
     try:
-        loader = _loader()(text)  # it fails here where a character is not allowed
+        loader = _loader()(text)  # raises for a character that YAML does not allow
         node = loader.get_single_node()
         _check(node, where, most)
         return None if node is None else loader.construct_document(node)

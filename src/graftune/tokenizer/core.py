@@ -97,7 +97,7 @@ def check_text(text: object, what: str) -> None:
 def not_an_end(ends: Collection[str]) -> frozenset[str]:
     """The turn ends of a vocabulary that do not end an answer in it.
 
-    Harmony-style vocabularies close one channel of an answer with <|end|>, not the answer. Gemma 4's </s> is ordinary.
+    Harmony-style vocabularies close one channel of an answer with <|end|>, not the answer. Gemma 4's </s> is text.
     """
     texts = set()
     if "<|end|>" in ends and {"<|call|>", "<|calls|>"} & set(ends) and {"<|return|>", "<|flush|>"} & set(ends):
@@ -108,7 +108,7 @@ def not_an_end(ends: Collection[str]) -> frozenset[str]:
 
 
 def find_stop_ids(backend: tokenizers.Tokenizer, known: Iterable[int | None]) -> tuple[int, ...]:
-    """The ids a file names plus the control tokens that end a turn by their text, sorted."""
+    """The end ids that a file names and those of control tokens whose text ends a turn (TURN_ENDS), sorted."""
     named = {id for id in known if id is not None}
     special = {token.content: id for id, token in backend.get_added_tokens_decoder().items() if token.special}
     ends = TURN_ENDS & special.keys()
@@ -155,7 +155,7 @@ class Tokenizer:
 
     @functools.cached_property
     def highest_id(self) -> int:
-        """Ids may have gaps: it may be more than `vocab_size`."""
+        """The highest token id; more than `vocab_size` - 1 if ids have gaps."""
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @functools.cached_property

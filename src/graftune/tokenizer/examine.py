@@ -50,7 +50,7 @@ def check(*files: Untrusted) -> None:
 
 
 def errors_of(*files: Untrusted) -> dict[str, GraftuneError]:
-    """The errors of the texts that cannot be used safely, by kind. Texts after one that ends the process that tries it
+    """The errors of the texts that cannot be used safely, by kind. If a text ends the examining process, those after it
     are not examined: a tokenizer comes first, and is refused with its template unread."""
     known, found = user_cache.recall(CACHE), dict[str, GraftuneError]()
     new = [file for file in files if known.get(file.key) is not True]

@@ -180,7 +180,7 @@ def _around(
 
 
 def _template_source(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str]:
-    """The template's text and where it was found; a file of its own goes before an entry in a JSON file."""
+    """(the template's text, where it was found). chat_template.jinja takes precedence over an entry in a JSON file."""
     path = folder / "chat_template.jinja"
     if _is_there(path):
         return _text(path), str(path)

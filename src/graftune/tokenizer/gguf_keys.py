@@ -1,4 +1,4 @@
-"""Typed reading of a GGUF file's tokenizer keys: each value is what its key promises, or one sentence says what is not.
+"""Reads a GGUF file's tokenizer keys with their types checked: a wrong value is refused in one sentence.
 
 Purpose: a vocabulary is the part of a GGUF file most often damaged by converters, and a wrong one trains without an
 error. Method: every key is read through `Keys`, which names the key, the fault and the way out.
@@ -69,8 +69,8 @@ class Keys:
     def merges(self, vocabulary: Mapping[str, int], *, raw: bool = False) -> list[tuple[str, str]]:
         """The pairs in order of rank. A pair listed twice keeps its first rank.
 
-        `raw`: where the joint text is a run of blanks, converters list the token with real ones, as text that is found
-        before any merging; there is no such token to merge into.
+        `raw`: pieces spell a blank as U+2581. Converters list runs of blanks as tokens with real ones, which are found
+        before any merging, so that a merge into such a run has no token; it is skipped.
         """
         pairs: dict[tuple[str, str], None] = {}
         for position, line in enumerate(self.read_list("merges", str)):
@@ -96,7 +96,7 @@ class Keys:
         return id
 
     def wanted(self, key: str, default: bool, id: int | None) -> bool:
-        """Whether the model expects the token `id` around its text: the file's word, else the default."""
+        """Whether the model expects the token `id` around its text: as the file says, else the default."""
         said = self.read(key, bool, None)
         if said and id is None:
             raise self.fault(key, f"the file asks for {key} but names no such token")

@@ -25,8 +25,8 @@ from graftune.tokenizer.template import ChatTemplate, base_template
 
 Build = Callable[[Keys, list[str], PreRule], tokenizers.Tokenizer]
 _SPACE = "\u2581"  # SentencePiece's visible blank
-# SentencePiece has no rule of this kind; what its vocabularies expect around a text, and the ids that llama.cpp assumes
-# where the file names none, as Llama's own vocabulary has them: 0 unknown, 1 BOS, 2 EOS.
+# SentencePiece does not split text before merging, and its vocabularies expect BOS. If a file names no ids, llama.cpp
+# assumes those of Llama's own vocabulary: 0 unknown, 1 BOS, 2 EOS.
 _SENTENCEPIECE = PreRule((), add_bos=True)
 
 

@@ -5,8 +5,8 @@ everything else that is done with it. So `Offsets` is a sequence that makes the 
 indexed, while `border` asks the encoding itself. That shortcut is taken only where tokens follow each
 other without gaps: next to a character that the vocabulary's normaliser dropped or moved, the whole list decides.
 
-The library keeps track of characters for an eighth of its time. Byte-level vocabularies do without: each token is a
-known number of bytes of the text, so borders follow from their sums (`ByteOffsets`).
+Tracking characters takes an eighth of the library's time. Byte-level vocabularies do not need it: each token is a known
+number of bytes of the text, so borders follow from their sums (`ByteOffsets`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Offsets(Sequence[Pair]):
 
 
 class ByteOffsets(Offsets):
-    """The same for ids that were encoded without offsets."""
+    """Offsets for ids that were encoded without them, from the byte length of each token."""
 
     def __init__(
         self, ids: list[int], text: str, sizes: Sequence[int], encode: Callable[[str], tuple[list[int], list[Pair]]]

@@ -51,12 +51,12 @@ _REFUSED = {
     "kasa_config": "KaSA",
     "monteclora_config": "MonteCLoRA",
 }
-# Ways to start an adapter that take what it starts with out of the base: it means nothing over the base's own weights.
+# Initialisations that subtract the adapter's first B A from the base: on the original weights the adapter is wrong.
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def is_adapter(path: Path) -> bool:
-    """An adapter's folder, or a file that holds one."""
+    """Whether the path is an adapter's folder, or a file that holds an adapter."""
     if path.suffix == ".gguf" and path.is_file():
         from graftune.weights.gguf_io import is_adapter_file
 
@@ -67,8 +67,8 @@ def is_adapter(path: Path) -> bool:
 
 
 def adapter_tensors(arena: Arena, base: Base, embedding_rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the arena trains, by our names. `embedding_rows`: for added tokens, the base's own table(s) by name, which
-    go ahead of the trained rows."""
+    """The tensors that the arena trains, by our names. `embedding_rows`: for added tokens, the base's embedding (and
+    head) by name; the trained rows are appended to them."""
     tensors: dict[str, torch.Tensor] = {}
     for name in arena.slots:
         value = arena.view(name, arena.weights)
@@ -76,7 +76,7 @@ def adapter_tensors(arena: Arena, base: Base, embedding_rows: Mapping[str, torch
             module = name.removesuffix(".rows")
             table = torch.cat((embedding_rows[module].float().cpu(), value.cpu()))
             tensors[f"{module}.weight"] = table
-            if base.spec.tied:  # PEFT wants the table a second time, or its head would not know the new rows
+            if base.spec.tied:  # PEFT needs the table a second time, or its head would lack the new rows
                 tensors["lm_head.weight"] = table.clone()
         else:
             tensors[name] = value.clone()
@@ -92,10 +92,9 @@ def write_adapter(
     naming: str = "checkpoint",
 ) -> None:
     """Write tensors by our names, as the engine has them, into a fresh folder beside the target, then swap: a reader
-    finds the old adapter or the new one. What is at `folder` gives way if it is an adapter. `facts` are the template,
-    append_eos and revision it was trained with. `naming` (one of NAMINGS): the tensors are named as the class of the
-    text model has them, as that of the text-and-vision model, or (`checkpoint`) as the one of the two that the base's
-    configuration is of."""
+    finds the old adapter or the new one. An adapter at `folder` is replaced. `facts` are the template, append_eos and
+    revision it was trained with. `naming` (one of NAMINGS): name the tensors as in transformers' class of the text
+    model, as in that of the text-and-vision model, or (`checkpoint`) as in the class of the base's configuration."""
     if folder.exists() and not is_adapter(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise GraftuneError("is in use for something else", where=str(folder), fix="save the adapter to a new folder")
     shifts = {name: base.spec.norm_offset(name) for name in tensors}
@@ -124,9 +123,9 @@ def write_adapter(
 def _peft_config(
     lora: LoraConfig, base: Base, facts: Mapping[str, Any], whole: list[str], scheme: NamingScheme
 ) -> dict[str, Any]:
-    """PEFT takes every module whose name ends in one of these names. Where there is a vision tower, which may have the
-    same, modules are therefore named with their whole paths, and PEFT raises an error in a class that has other
-    paths. `whole`: the modules that were trained whole."""
+    """The contents of adapter_config.json. PEFT adapts every module whose name ends in one of target_modules. A vision
+    tower may have modules of the same names, so beside one they are named by their whole paths, and PEFT raises an
+    error in a class that has other paths. `whole`: the modules that were trained whole."""
     spec, targets = base.spec, targets_of(base.spec, lora)
     of_experts = experts.target_parameters(spec, targets)
     matrices = [path for path in targets if not _is_experts(spec, path)]
@@ -171,7 +170,8 @@ def _is_experts(spec: ModelSpec, path: str) -> bool:
 
 
 def _own_facts(lora: LoraConfig, base: Base, facts: Mapping[str, Any], scheme: NamingScheme) -> dict[str, Any]:
-    """What PEFT's configuration has no field for, and the targets where it has the path of every module."""
+    """The contents of graftune.json: what PEFT's configuration has no field for, and the targets if that configuration
+    names modules by their paths."""
     targets = list(target_names(base.spec, targets_of(base.spec, lora)))
     return ({"targets": targets} if _has_paths(base, scheme) else {}) | {
         "base_kind": base.kind,
@@ -184,7 +184,7 @@ def _own_facts(lora: LoraConfig, base: Base, facts: Mapping[str, Any], scheme: N
 
 
 def load_adapter(folder: Path) -> Adapter:
-    """A folder in PEFT's layout, a GGUF adapter or an APR file."""
+    """Loads a folder in PEFT's layout, a GGUF adapter or an APR file."""
     if folder.suffix == ".gguf" and folder.is_file():
         from graftune.weights.adapter_gguf import load_gguf_adapter
 
@@ -231,7 +231,7 @@ def load_adapter(folder: Path) -> Adapter:
 
 
 def _read_own_facts(folder: Path) -> dict[str, Any]:
-    """The facts beside the configuration; none in a folder that another tool has written."""
+    """The contents of graftune.json; empty for a folder that another tool has written."""
     path = folder / OWN_FACTS
     check_inside(path)
     return read_json(path, "copy the adapter again") if path.exists() else {}
@@ -249,7 +249,7 @@ def _uses(what: str, path: Path) -> GraftuneError:
 
 
 def _refuse_unknown(values: dict[str, Any], path: Path) -> None:
-    """Before anything large is read."""
+    """Refuses settings that the engine does not support, before the tensors are read."""
     if values.get("peft_type") != "LORA":
         raise _uses(f"the method {values.get('peft_type')!r}", path)
     for key, what in _REFUSED.items():
@@ -271,7 +271,7 @@ def _refuse_unknown(values: dict[str, Any], path: Path) -> None:
 
 
 def _saved(values: Mapping[str, Any]) -> set[str]:
-    """The kinds of modules that were trained whole."""
+    """The names, without paths, of the modules that were trained whole (modules_to_save)."""
     return {str(module).rpartition(".")[2] for module in values.get("modules_to_save") or []}
 
 
@@ -280,7 +280,7 @@ def _understood(
 ) -> tuple[LoraConfig, dict[str, torch.Tensor], bool]:
     """(settings, tensors by our names, whether modules may be missing)."""
     rank, alpha, partial = values["r"], values["lora_alpha"], False
-    if not 1 <= rank <= 4096 or rank != int(rank):  # PEFT makes its modules by it, whatever the tensors have
+    if not 1 <= rank <= 4096 or rank != int(rank):  # PEFT sizes its modules by r, whatever the tensors' shapes
         raise ValueError(f"r {rank}")
     targets: Collection[str]
     if parameters := values.get("target_parameters"):

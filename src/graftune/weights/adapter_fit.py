@@ -35,9 +35,9 @@ class Adapter:
     template: str  # "none" if it was trained on plain prompt ++ response, else "auto"
     append_eos: bool
     revision: str  # of a base from the Hub
-    order: str = ""  # of B's rows and A's columns: those of files of this kind (rows.py); "": the engine's
+    order: str = ""  # of B's rows and A's columns: that of folder or gguf files (rows.py); "": the engine's
     partial: bool = False  # whether its targets may have no A and B in some layers
-    hf_norms: bool = field(default=False, compare=False)  # as in Hugging Face's checkpoints: Gemma's less one
+    hf_norms: bool = field(default=False, compare=False)  # norms are Hugging Face's: Gemma's less one
 
 
 def fitted(adapter: Adapter, spec: ModelSpec, tensors: Mapping[str, RowSource] = MappingProxyType({})) -> Adapter:

@@ -68,7 +68,7 @@ def load_gguf_adapter(path: Path) -> Adapter:
 
 
 def _joined(parts: list[torch.Tensor], matrix: str) -> torch.Tensor | None:
-    """The B of a projection out of its parts; they have one A. None: they have not."""
+    """A projection's B, concatenated from its parts, or the A that all parts share; None if their A's differ."""
     if matrix == "b":
         return torch.cat(parts)
     return parts[0] if all(torch.equal(part, parts[0]) for part in parts) else None
@@ -77,7 +77,7 @@ def _joined(parts: list[torch.Tensor], matrix: str) -> torch.Tensor | None:
 def _settings(
     tensors: dict[str, torch.Tensor], alpha: float, path: Path, modules: dict[str, tuple[str, ...]]
 ) -> LoraConfig:
-    """`modules`: those that the family has each projection in."""
+    """Rank, alpha and targets of the adapter. `modules`: the family's modules that hold each projection."""
     ranks = {len(t) for n, t in tensors.items() if n.endswith("lora_A.weight") and not experts.is_expert_adapter(n)}
     ranks |= {t.shape[-1] for n, t in tensors.items() if n.endswith("lora_B.weight")}
     if len(ranks) != 1:

@@ -3,7 +3,7 @@
 A and B are stored unscaled in fp32 as lora.LAYER.PROJECTION.lora_a and .lora_b; a reader multiplies by lora_alpha /
 lora_rank. Rank-stabilised adapters are scaled by alpha over the root of the rank, so their lora_alpha is stored
 multiplied by that root, and other readers compute the right product too. Trained norms and tables with added tokens are
-stored under our own names. The key `graftune` has what only we read: the base, its hash and the template.
+stored under our own names. The key `graftune` has what only graftune reads: the base, its hash and the template.
 
 The container is a header, flat JSON metadata, an index of tensors and their bytes, under two checksums:
 
@@ -69,7 +69,7 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def save_apr(path: Path, adapter: Adapter, spec: ModelSpec, facts: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """`facts` of the training, where known: epoch, val_loss, data_hash, started_at."""
+    """Writes an adapter. `facts` about the training, as far as known: epoch, val_loss, data_hash, started_at."""
     adapter = fitted(adapter, spec)
     lora = adapter.lora
     loss = facts.get("val_loss")
@@ -105,7 +105,8 @@ def save_apr(path: Path, adapter: Adapter, spec: ModelSpec, facts: Mapping[str, 
 
 
 def _stored(name: str, modules: Mapping[str, Collection[str]]) -> str:
-    """The projection by its name, or by its path where several modules of the family have one of that name."""
+    """A tensor's name in the file. It states the projection's name, or its path if several modules of the family have a
+    projection of that name."""
     if experts.is_expert_adapter(name):
         raise GraftuneError("an APR file has no place for adapters on experts", fix="export to peft or gguf-lora")
     match = _OURS.fullmatch(name)
@@ -145,7 +146,7 @@ def load_apr(path: Path) -> Adapter:
 
 
 def _ours(stored: str, modules: Mapping[str, Collection[str]], path: Path) -> str:
-    """`modules`: those that a projection may be in."""
+    """Our name of a tensor in the file. `modules`: the modules that may hold each projection."""
     match = _STORED.fullmatch(stored)
     if match:
         within, _, last = match[2].rpartition(".")
@@ -199,7 +200,7 @@ class AprFile:
 
 
 def write(path: Path, file: AprFile) -> None:
-    """Writes aside, reads back, flushes, and renames over the target."""
+    """Writes beside the target, reads back, flushes, and renames over the target."""
     with new_file(path) as aside:
         with aside.open("wb") as out:
             checksum = 0
@@ -211,7 +212,7 @@ def write(path: Path, file: AprFile) -> None:
 
 
 def _pieces(file: AprFile) -> list[bytes | memoryview]:
-    """The file in order, without its last four bytes."""
+    """The file's bytes in order, without the checksum in its last four bytes."""
     metadata = json.dumps(file.metadata, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
     tensors = sorted(((name.encode(), tensor) for name, tensor in file.tensors.items()), key=lambda each: each[0])
     index, at = b"", 0

@@ -29,7 +29,7 @@ from graftune.weights.names import NamingScheme
 from graftune.weights.opening import read_json, sensible
 from graftune.weights.safetensors_io import CarriedTensor
 
-PREDICTION = "mtp."  # a folder's blocks that predict further tokens
+PREDICTION = "mtp."  # prefix of a folder's blocks that predict further tokens
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Base:
     from_hub: bool = False
     carried: Mapping[str, CarriedTensor] = field(default_factory=dict, repr=False)  # by the file's names: never loaded
     scheme: NamingScheme = names.TEXT  # of a folder's tensors
-    multimodal: bool = False  # a folder whose configuration also describes a vision tower: adapters are named so
+    multimodal: bool = False  # its configuration also describes a vision tower: adapters use that class's names
 
     @functools.cached_property
     def sha256(self) -> str:
@@ -90,8 +90,8 @@ class Base:
 
 
 def with_new_tokens(base: Base, new: Sequence[str]) -> Base:
-    """The base with tokens added after its tokenizer's last one; itself without any. Rows that only pad the table are
-    dropped, so that the rows of the new tokens follow directly."""
+    """The base with tokens added after its tokenizer's last one; `base` itself if there are none to add. Rows that only
+    pad the table are dropped, so that the rows of the new tokens follow directly."""
     if not new:
         return base
     if base.spec.layer_inputs is not None:
@@ -110,7 +110,7 @@ def with_new_tokens(base: Base, new: Sequence[str]) -> Base:
 
 
 def open_base(name: str = "", revision: str = "", *, weights: bool = True) -> Base:
-    """Without `weights`, only the shape of the model and its tokenizer are read, and the weights need not exist."""
+    """Opens a base. Without `weights`, only the model's shape and tokenizer are read; the weights need not exist."""
     base = _fitted(_open(name, revision, weights), trained=weights)
     if not weights:
         return dataclasses.replace(base, tensors={})
@@ -235,8 +235,8 @@ def _open_folder(name: str, folder: Path) -> Base:
     further = tuple(f"{scheme.prefix}layers.{layers + number}." for number in range(predicting))
 
     def is_outside(name: str) -> bool:
-        """Whether a tensor is not one of the text model. Where a folder says it holds a text model alone, others are
-        refused by name."""
+        """Whether a tensor is outside the text model. If the configuration is that of a text model alone, other tensors
+        are not: `_check_tensors` refuses them by name."""
         if name.startswith((PREDICTION, *further)) or family.is_unused(names.from_hf(name), described.spec):
             return True
         return described.multimodal and scheme.ours(name) is None

@@ -31,7 +31,7 @@ from graftune.weights import safetensors_io
 from graftune.weights.finite import is_finite
 
 STATE, TENSORS = "state.json", "state.safetensors"
-# Of a run's identity. Raise it when an unfinished run of an earlier version cannot be continued: when its digests are
+# Part of a run's identity. Raise it when an unfinished run of an earlier version cannot be continued: its digests are
 # computed in another way, as after a new field of ModelSpec, or its settings have another meaning.
 FORMAT = 2
 DAMAGED = ".damaged"  # appended to the name of a damaged checkpoint
@@ -131,7 +131,7 @@ def newest_whole(
     root: Path, identity: Identity, epoch_steps: Sequence[int], warn: Callable[[str], None]
 ) -> Path | None:
     """The checkpoint that a resume continues from; None if there is none. Checkpoints of another run are refused.
-    Damaged ones are renamed: from an earlier one the run computes the same again. The best checkpoint has to be whole
+    Damaged ones are renamed: from an earlier one, the run repeats the same steps. The best checkpoint has to be whole
     too, since the end of the run needs it."""
     found, whole = steps(root), dict[int, bool]()
 
@@ -275,7 +275,7 @@ def _damaged(path: Path, why: object) -> DamagedCheckpoint:
 
 
 def prune(root: Path, keep_last: int, best_step: int) -> None:
-    """Deletes all but the best and the last few, and what a kill left half-written."""
+    """Deletes all checkpoints but the best and the last `keep_last`, and folders that a kill left half-written."""
     for path in root.glob(f"step-*{PART}"):
         remove(path)
     for path in root.glob(f"step-*{OLD}"):

@@ -1,5 +1,5 @@
-"""Describes a base for `graftune doctor BASE`, and says whether it can be trained. Of a base that does not open, what
-its headers tell is shown beside the reason."""
+"""Describes a base for `graftune doctor BASE`, and says whether it can be trained. For a base that does not open, it
+describes the headers and gives the reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Facts = dict[str, Any]
 
 
 def describe(name: str, revision: str = "") -> tuple[Facts, Base | None, GraftuneError | None]:
-    """Facts of a base, the base, and why it cannot be trained."""
+    """(facts about a base or adapter, the base if it opens, why it cannot be trained if so)."""
     path = Path(name or ".").expanduser()
     adapter = next((place for place in (path, path / "adapter") if name and is_adapter(place)), None)  # of a run
     try:
@@ -54,7 +54,7 @@ def _from_headers(path: Path) -> Facts:
             found |= {"architecture": config.get("model_type"), "quantised by": method}
             found["weights"] = _weights((t.dtype_name, t.nbytes) for t in open_folder(path).values())
     except (GraftuneError, OSError):
-        pass  # the reason for which it does not open is said anyway
+        pass  # `describe` returns the error that opening the base raised
     return {key: value if type(value) is int else str(value) for key, value in found.items() if value}
 
 
@@ -106,7 +106,7 @@ def _outside(base: Base) -> str:
 
 
 def _template(tokenizer: Tokenizer) -> str:
-    """Whether the chat template can be used, which is tried."""
+    """Whether the chat template can be used. It is probed to find out."""
     if tokenizer.template is None and tokenizer.template_fault is None:
         return "none: give --template, or train on plain text"
     fault = tokenizer.template_fault

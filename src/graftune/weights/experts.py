@@ -3,14 +3,14 @@
 
     ours, the Hub's    layers.N.M.experts.E.gate_proj.weight [F, D], up_proj, down_proj [D, F]
     transformers       layers.N.M.experts.gate_up_proj [E, 2F, D], down_proj [E, D, F]
-    interleaved        layers.N.M.experts.gate_up_proj [E, D, 2F], a column of gate and one of up in turns, down_proj
-                       [E, F, D], gate_up_proj_bias [E, 2F], down_proj_bias [E, D]  (gpt-oss)
-    its MXFP4          gate_up_proj_blocks and _scales, of [E, 2F, D] with rows in turns (formats/mxfp4.py)
+    interleaved        layers.N.M.experts.gate_up_proj [E, D, 2F], whose columns alternate between gate and up,
+                       down_proj [E, F, D], gate_up_proj_bias [E, 2F], down_proj_bias [E, D]  (gpt-oss)
+    its MXFP4          gate_up_proj_blocks and _scales, of [E, 2F, D] with alternating rows (formats/mxfp4.py)
     GGUF               blk.N.ffn_gate_exps.weight [E, F, D], ffn_up_exps, ffn_down_exps, or ffn_gate_up_exps [E, 2F, D]
 
 An expert's weights are row sources over the stored tensors; nothing is copied. Our adapters are stored by projection, A
-[E R, in] and B [E, out, R]; PEFT stores B as [out, R E] with the expert fastest, under names that tell the order in
-which parameters were wrapped, not the parameter.
+[E R, in] and B [E, out, R]; PEFT stores B as [out, R E] with the expert fastest, under names that do not state the
+parameter but the order in which the parameters were wrapped.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ExpertRows(Over):
 
 @lru_cache(maxsize=1)
 def _blocks_of(source: Any, expert: int) -> torch.Tensor:
-    """The blocks of one expert, [rows, bytes of a row]. The last stay in memory, since rows are read in runs."""
+    """Reads one expert's blocks, [rows, bytes of a row]. The latest are cached: rows are read a few at a time."""
     found: torch.Tensor = source.raw(expert, expert + 1)
     return found
 
@@ -90,8 +90,8 @@ def _bias_columns(bias: RowSource, first: int, step: int) -> Converted:
 
 @dataclass(frozen=True)
 class Stack(OfSeveral):
-    """Projections of all experts as a tensor [E, out, in]; a row of it is an expert. `parts` has the `members` of one
-    expert side by side, whose rows follow each other."""
+    """Projections of all experts as a tensor [E, out, in]; a row of it is an expert. `parts` lists the sources expert
+    by expert: each has `members` of them (gate and up, or down alone), whose rows are concatenated."""
 
     members: int = 1
 
@@ -118,13 +118,13 @@ class Stack(OfSeveral):
         return torch.cat([source.raw(0, source.shape[0]) for source in sources])
 
     def divided(self, start: int, stored: torch.Tensor) -> Iterator[tuple[RowSource, torch.Tensor]]:
-        """Each source with its values, out of rows from `start` on as they were stored."""
+        """Yields each source with its own values, cut out of `stored`: the experts from `start` on, as written."""
         rows = (part for values in stored for part in values.chunk(self.members))
         yield from zip(self.parts[start * self.members : (start + len(stored)) * self.members], rows, strict=True)
 
 
 class InterleavedStack(Stack):
-    """The same as [E, in, out], with the columns of the members in turns."""
+    """A stack stored as [E, in, out], whose columns alternate between the members."""
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -135,7 +135,7 @@ class InterleavedStack(Stack):
         return self._values(start, stop).transpose(1, 2).flatten(1, 2).transpose(1, 2).contiguous()
 
     def blocks(self, start: int, stop: int) -> torch.Tensor:
-        """Of [E, out, in], with rows in turns."""
+        """The blocks of [E, out, in], whose rows alternate between the members."""
         by_member = super().blocks(start, stop).unflatten(0, (stop - start, self.members, -1))
         return by_member.transpose(1, 2).flatten(0, 2)
 
@@ -171,7 +171,7 @@ class Mxfp4Bytes(RowsByReading):
 
 
 class InterleavedBias(OfSeveral):
-    """The biases [E, out] of several projections, their columns in turns."""
+    """The biases [E, out] of several projections as one tensor whose columns alternate between them."""
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -210,8 +210,8 @@ def from_folder(tensors: Mapping[str, RowSource], spec: ModelSpec) -> dict[str, 
 
 
 def is_mxfp4(tensors: Mapping[str, RowSource], spec: ModelSpec) -> bool:
-    """Whether all experts are MXFP4 that no adapter has changed, and their folders may hold them so: a configuration
-    says it of all experts or of none."""
+    """Whether all experts are stored in MXFP4, unchanged by adapters, and their family's folders can hold MXFP4: a
+    config.json declares it for all experts or for none."""
     names = [
         f"layers.{layer}.{name}"
         for layer, part in mixtures(spec).items() if part.interleaved
@@ -223,8 +223,8 @@ def is_mxfp4(tensors: Mapping[str, RowSource], spec: ModelSpec) -> bool:
 
 
 def to_folder(tensors: Mapping[str, RowSource], spec: ModelSpec, in_mxfp4: bool = False) -> dict[str, RowSource]:
-    """A model's tensors as a folder holds them: stacked, interleaved or not, where those of its family are.
-    `in_mxfp4`: they are copied as such (`is_mxfp4`)."""
+    """A model's tensors as a Hugging Face folder holds them: experts are stacked, interleaved or not, if the family's
+    folders stack them. `in_mxfp4`: their MXFP4 blocks are copied (`is_mxfp4`)."""
     found = dict(tensors)
     for layer, part in mixtures(spec).items():
         stem, kind = f"layers.{layer}.{part.named('experts')}", InterleavedStack if part.interleaved else Stack
@@ -243,7 +243,7 @@ def to_folder(tensors: Mapping[str, RowSource], spec: ModelSpec, in_mxfp4: bool 
 
 
 def member_of(name: str) -> str:
-    """Our name of a tensor that `to_folder` has put into this one; the name itself if it is none of the experts'."""
+    """Our name of the first tensor that `to_folder` has put into the stack `name`; `name` itself if it is no stack."""
     match = re.fullmatch(r"(layers\.\d+\.(?:.+\.)?experts)\.(gate_up_proj|down_proj)(_bias)?", name)
     if match is None:
         return name
@@ -252,7 +252,7 @@ def member_of(name: str) -> str:
 
 
 def from_gguf(name: str, tensor: GgufTensor, spec: ModelSpec) -> dict[str, GgufTensor] | None:
-    """The experts that a tensor of a GGUF holds, or None if it holds none."""
+    """Splits a GGUF's stack of experts into one tensor per expert, by our names; None if `tensor` is no such stack."""
     match = re.fullmatch(r"blk\.(\d+)\.(ffn_\w+_exps)\.weight", name)
     part = mixtures(spec).get(int(match[1])) if match else None
     if match is None or part is None or match[2] not in _GGUF_BACK or len(tensor.shape) != 3:
@@ -269,7 +269,7 @@ def from_gguf(name: str, tensor: GgufTensor, spec: ModelSpec) -> dict[str, GgufT
 
 
 def to_gguf(tensors: Mapping[str, RowSource], spec: ModelSpec) -> tuple[dict[str, RowSource], dict[str, RowSource]]:
-    """Splits a model's tensors: those written as they are, by our names, and the experts' stacks, by GGUF's names."""
+    """(all tensors but the experts' weights, by our names; the experts' weights stacked, by GGUF's names)."""
     plain, stacks = dict(tensors), dict[str, RowSource]()
     for layer, part in mixtures(spec).items():
         stem = f"layers.{layer}.{part.named('experts')}"
@@ -286,7 +286,7 @@ def paths_of(parameter: str) -> set[str]:
 
 
 def target_parameters(spec: ModelSpec, targets: Collection[str]) -> list[str]:
-    """The parameters of transformers that the targets mean, which are paths, as PEFT's configuration names them."""
+    """The parameters of transformers all of whose projections are `targets` (paths), as PEFT's target_parameters."""
     found = []
     for part in dict.fromkeys(mixtures(spec).values()):
         for parameter, members in PARAMETERS.items():
@@ -296,8 +296,8 @@ def target_parameters(spec: ModelSpec, targets: Collection[str]) -> list[str]:
 
 
 def wrapped_parameters(names: list[str]) -> list[str] | None:
-    """The parameters of experts that PEFT's target_parameters mean, in the order in which they are wrapped; None if a
-    name means something else. Weights of single projections are adapted as modules are."""
+    """The experts' parameters that PEFT's target_parameters name, in the order in which PEFT wraps them; None if a name
+    means something else. Weights of single projections are skipped: they are adapted like modules."""
     found: set[str] = set()
     for name in names:
         match = re.fullmatch(r"(?:(?:.*\.)?experts\.)?(gate_up_proj|down_proj)|(.*\.)?(\w+)\.weight", str(name))
@@ -308,8 +308,8 @@ def wrapped_parameters(names: list[str]) -> list[str] | None:
 
 
 def adapters_to_peft(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A mixture's adapters under PEFT's names and in its layout. The parameter that is wrapped first, gate_up where
-    there is one, is inside the other's wrapper."""
+    """A mixture's adapters under PEFT's names and in its layout. If both parameters have adapters, PEFT wraps
+    gate_up_proj first, so that its adapter is inside down_proj's wrapper, at `.base_layer`."""
     matches = {name: match for name in tensors if (match := _adapter(name))}
     both = len({match[2] for match in matches.values()}) == 2
     found = {}
@@ -326,7 +326,7 @@ def adapters_to_peft(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
 
 
 def adapters_from_peft(tensors: Mapping[str, torch.Tensor], wrapped: list[str], rank: int) -> dict[str, torch.Tensor]:
-    """The reverse; `wrapped`: the parameters that have adapters (`wrapped_parameters`)."""
+    """The reverse of `adapters_to_peft`. `wrapped`: the parameters that have adapters (`wrapped_parameters`)."""
     found = {}
     for name, value in tensors.items():
         match = re.fullmatch(r"(layers\.\d+\.(?:.+\.)?experts)(\.base_layer)?\.lora_([AB])\.weight", name)
@@ -376,8 +376,8 @@ def adapters_to_gguf(name: str, value: torch.Tensor, spec: ModelSpec) -> dict[st
 
 
 def scale_in_gguf(name: str, spec: ModelSpec, tensors: Mapping[str, RowSource]) -> torch.Tensor | None:
-    """What an adapter's tensor is multiplied by in a GGUF, [E, 1, 1]; None: nothing. llama.cpp multiplies the experts'
-    output by a factor of each and adds the adapter's behind that; here, and in PEFT, the factor is that of both."""
+    """The factors [E, 1, 1] that multiply an adapter's tensor in a GGUF; None: there are none. llama.cpp scales each
+    expert's output and then adds the adapter's, unscaled; here, and in PEFT, the expert's factor scales both."""
     match = _adapter(name)
     if match is None or (match[2], match[3]) != ("down_proj", "B"):
         return None

@@ -1,4 +1,4 @@
-"""Checks that a base has no NaN or Inf while it is loaded, and names the tensor that has.
+"""Checks while a base is loaded that it has no NaN or Inf, and names the tensor that has.
 
 One sum per weight, on its device: a NaN or Inf anywhere makes the sum NaN or Inf. Of blocks and codes only the scales
 are summed, since every code is finite under a finite scale. Only a sum that is not finite is examined value by value,
@@ -29,7 +29,7 @@ def is_finite(values: torch.Tensor) -> bool:
 
 
 def check_loaded(weights: Sequence[Any], base: Base) -> None:
-    """Refuses the base if NaN or Inf are in the weights and tensors that were loaded from it. A GPU waits once."""
+    """Refuses the base if weights or tensors loaded from it contain NaN or Inf. Synchronises with a GPU once."""
     if rehearsal.current() is not None or not weights:
         return
     sums = [values.sum().float() for weight in weights for values in _numbers(weight)]
@@ -44,7 +44,7 @@ def check_loaded(weights: Sequence[Any], base: Base) -> None:
 
 @contextmanager
 def naming_nonfinite(base: Base) -> Iterator[None]:
-    """Names the tensor where a quantiser refuses NaN and Inf, which does not know the name: its error has no place."""
+    """Names the tensor if a quantiser refuses NaN or Inf: it does not know the name, so its error has no `where`."""
     try:
         yield
     except GraftuneError as error:
@@ -63,6 +63,6 @@ def refusal_of(base: Base) -> GraftuneError | None:
 
 
 def _numbers(weight: Any) -> Iterator[torch.Tensor]:
-    """Floats that are all finite exactly where the values of a weight or a tensor are."""
+    """Yields floats that are all finite if and only if all values of the weight or tensor are."""
     for member in getattr(weight, "members", [getattr(weight, "weight", weight)]):
         yield from (member,) if isinstance(member, torch.Tensor) else numbers(member)

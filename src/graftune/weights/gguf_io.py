@@ -29,7 +29,7 @@ from graftune.weights.opening import open_map
 
 MAGIC = b"GGUF"
 TYPE_TRAITS = {kind.name: traits for kind, traits in find("gguf.quants._type_traits").items()}
-MOST_ENTRIES = 1 << 23  # of a vocabulary, or bytes of a text: a large file must not make its header large
+MOST_ENTRIES = 1 << 23  # of a vocabulary, or bytes of a text: a header may not grow with the size of its file
 LARGEST_ALIGNMENT = 1 << 16
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _SCALARS = {
@@ -53,7 +53,7 @@ class GgufTensor:
     """One tensor of the map: rows of blocks, dequantised only when and where they are read (a RowSource)."""
 
     kind: GGMLQuantizationType
-    shape: tuple[int, ...]  # as torch would say it: slowest dimension first
+    shape: tuple[int, ...]  # in torch's order: slowest dimension first
     blocks: np.ndarray[Any, Any]  # [rows, bytes of a row], a view of the map
 
     @property
@@ -68,7 +68,7 @@ class GgufTensor:
         return self._dequantised(self.blocks[start:stop])
 
     def raw(self, start: int, stop: int) -> torch.Tensor:
-        """The same rows' bytes as the file has them, [rows, bytes of a row]: a copy, for a device to upload."""
+        """The bytes of rows as the file has them, [rows, bytes of a row]: a copy, for an upload to a device."""
         return torch.from_numpy(np.array(self.blocks[start:stop]))
 
     def gather(self, ids: torch.Tensor) -> torch.Tensor:
@@ -92,14 +92,14 @@ class GgufTensor:
 
 @dataclass
 class GgufFile:
-    parts: tuple[Path, ...]  # the files that it lies in
+    parts: tuple[Path, ...]  # its files: several if it is split
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor] = field(repr=False)
 
 
 def read_model(path: Path) -> GgufFile:
-    """A whole model, which lies in one file or in the parts NAME-00001-of-00003.gguf of a split one, of which any
-    may be given. The first part describes the model; each says which it is of how many."""
+    """Reads a whole model: one file, or all parts NAME-00001-of-00003.gguf of a split model, of which any may be given.
+    The first part describes the model; each part states its number and the number of parts."""
     file = read_gguf(path)
     count = file.metadata.get("split.count", 1)
     if count in (0, 1):
@@ -137,7 +137,7 @@ def read_model(path: Path) -> GgufFile:
 
 
 def part_names(name: str) -> list[str]:
-    """The files of the model that a file of this name is one of, by names alone: itself, or all parts of a split."""
+    """The names of all files of the model that the file `name` belongs to: itself, or all parts of a split model."""
     match = PART.fullmatch(name)
     if match is None:
         return [name]
@@ -145,12 +145,12 @@ def part_names(name: str) -> list[str]:
 
 
 def read_gguf(path: str | Path) -> GgufFile:
-    """One file, whatever it holds."""
+    """Reads one file: a model, a part of a split model, or an adapter."""
     path = Path(path)
     cursor, tensor_count = _opened(path)
     metadata: dict[str, Any] = {}
     for key, _, value in cursor.entries():
-        if key in metadata:  # two readers could each take another
+        if key in metadata:  # readers differ in which one they take
             raise cursor.broken(f"the key {key!r} occurs twice")
         metadata[key] = value
     described = [cursor.tensor() for _ in range(tensor_count)]
@@ -170,7 +170,7 @@ def read_gguf(path: str | Path) -> GgufFile:
 
 
 def _opened(path: Path) -> tuple[_Cursor, int]:
-    """The file's header, behind the number of tensors, and that number."""
+    """(a cursor in the file's header, behind the number of tensors; that number)."""
     cursor = _Cursor(open_map(path), path)
     if cursor.take(4) != MAGIC:
         raise GraftuneError("is not a GGUF file", where=str(path), fix="give a .gguf model or a Hugging Face folder")
@@ -244,7 +244,7 @@ class _Cursor:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
     def count(self, least_bytes: int) -> int:
-        """A u64 count of things that take at least `least_bytes` each."""
+        """Reads a u64 count of entries that take at least `least_bytes` each."""
         value = self.unpack("<Q")
         if value * least_bytes > self.size - self.at:
             raise self.broken(f"the header claims {value} entries, more than the file can hold")
@@ -257,7 +257,7 @@ class _Cursor:
         return self.take(self.count(1)).decode("utf-8", errors="surrogateescape")
 
     def entries(self) -> Iterator[tuple[str, int, Any]]:
-        """(key, where its type and value begin, value) of all keys. The cursor is then at the next key."""
+        """Yields (key, where its type and value begin, value) of all keys; the cursor is then behind that value."""
         for _ in range(self.count(13)):
             key, start = self.text(), self.at
             yield key, start, self.value(self.value_type())
@@ -286,7 +286,7 @@ class _Cursor:
         return self.unpack(_SCALARS[kind])
 
     def _texts(self, count: int) -> list[str]:
-        """An array of strings, the bulk of a header: one tight loop over the map."""
+        """Reads an array of strings, the bulk of a header, in one tight loop over the map."""
         data, at, size, length_of = self.data, self.at, self.size, struct.Struct("<Q").unpack_from
         found = []
         for _ in range(count):

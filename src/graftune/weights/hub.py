@@ -101,5 +101,5 @@ def _models(files: Sequence[str]) -> list[str]:
 
 
 def _is_of(file: str, kind: str) -> bool:
-    """Q4_K names model-Q4_K.gguf and Q4_K/model.gguf, not model-Q4_K_M.gguf."""
+    """Whether the file has this type: Q4_K matches model-Q4_K.gguf and Q4_K/model.gguf, not model-Q4_K_M.gguf."""
     return re.search(rf"(?<![a-z0-9]){re.escape(kind)}(?![a-z0-9_])", file, re.IGNORECASE) is not None

@@ -1,7 +1,7 @@
 """Builds a decoder on the device from an opened base, tensor by tensor.
 
-placement.py chooses the format of the weights, and the table of formats (model/frozen/formats) knows how each is read
-and multiplied. In every format no more than a few rows of a weight exist beside the result at any time.
+placement.py chooses the format of the weights, and the table of formats (model/frozen/formats) defines how each is read
+and multiplied. In every format, only a few rows of a weight exist beside the result at any time.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from graftune.weights.finite import check_loaded, naming_nonfinite
 from graftune.weights.placement import Placement
 from graftune.weights.rows import Joined
 
-TABLE_VALUES = 1 << 26  # of an embedding or head that products may have in the scratch at once
+TABLE_VALUES = 1 << 26  # most values of an embedding or head that a product dequantises into the scratch at once
 
 
 def scratch_values(spec: ModelSpec, lora: LoraConfig, tables: bool) -> int:
-    """Values of the scratch: the largest projection with its adapters, or what is dequantised of a table at once."""
+    """The scratch's size in values: the largest projection with its adapters, or the largest piece of a table."""
     largest = max(Scratch.size(*product) for product in _products(spec, lora))
     return max(largest, min(spec.vocab * spec.width, TABLE_VALUES)) if tables else largest
 
@@ -69,7 +69,7 @@ def build_decoder(
     placement: Placement,
     storage: BundleStorage | None = None,
 ) -> Decoder:
-    """`storage`: where the frozen weights are stored and fetched from; None: on the device."""
+    """Builds the decoder. `storage`: where frozen weights are kept and fetched from; None: they stay on the device."""
     with naming_nonfinite(base):
         return _Placer(base, arena, lora, runtime, placement, storage).decoder()
 
@@ -91,7 +91,7 @@ class _Placer:
         self.on_gpu = launch.augments(runtime.device)
         self.float_format = cast(FloatFormat, FORMATS[runtime.compute_name])
         self.asked = placement.format
-        # A checkpoint that is quantised in the format asked for stays as it is, with the tensors it left unquantised.
+        # A checkpoint in the quantised format asked for is loaded as stored, also the tensors it left unquantised.
         self.as_stored = self.asked is None or self.asked is checkpoint_format(base.tensors)
         self.builder = WeightBuilder(
             runtime.device,
@@ -109,7 +109,7 @@ class _Placer:
 
     def decoder(self) -> Decoder:
         spec = self.spec
-        with self.bundle(None if spec.tied else EMBEDDING):  # a tied table is used at both ends: it stays
+        with self.bundle(None if spec.tied else EMBEDDING):  # the head needs a tied table too: it stays
             embedding = self.table("embed_tokens.weight", looked_up=not spec.tied)
             head, head_rows = embedding, embed_rows = embedding, self.new_rows("embed_tokens.rows", embedding)
         if not spec.tied:
@@ -138,7 +138,7 @@ class _Placer:
 
     @contextmanager
     def bundle(self, key: Key | None) -> Iterator[None]:
-        """Frozen weights that are built inside form one bundle, which is moved when all of them are built."""
+        """Frozen weights built inside form one bundle, which is moved at the end; None: they stay on the device."""
         self.made = []
         yield
         self.check_finite()
@@ -176,7 +176,8 @@ class _Placer:
         return None if norm is None else self.norm(f"layers.{index}.{norm.name}.weight", norm.width)
 
     def _stream_scale(self, index: int, name: str | None) -> torch.Tensor | None:
-        """A constant, also where every weight trains: it has a place in the arena then, but never a gradient."""
+        """The scalar that multiplies the residual stream. Never trained: in full training it has a place in the arena,
+        but no gradient is computed."""
         if name is None:
             return None
         stored = f"layers.{index}.{name}"
@@ -197,7 +198,7 @@ class _Placer:
     def projection(
         self, names: Sequence[str], shapes: Sequence[tuple[int, int]], adapter_columns: int
     ) -> tuple[Frozen, WeightFormat]:
-        """One weight out of the rows of all members, and the format that joins it with its adapters."""
+        """Builds one weight from the rows of all members; also returns the format that joins it with its adapters."""
         if names[0] in self.arena.slots:
             return self.trained(names, shapes[0][1]), self.float_format
         stored = [self.source(n, s) for n, s in zip(names, shapes, strict=True)]
@@ -210,15 +211,15 @@ class _Placer:
         return weight, formats[0]
 
     def layer_inputs(self, spec: LayerInputSpec) -> LayerInputMaker:
-        """On the device, also where blocks are fetched."""
+        """Builds the per-layer inputs, on the device even if blocks are fetched."""
         with self.bundle(None):
             table = self.table(f"{TABLE}.weight", looked_up=True)
             projection = self.table(f"{PROJECTION}.weight")
             return LayerInputMaker(spec, table, projection, self.norm(f"{NORM}.weight", spec.inner))
 
     def table(self, name: str, *, looked_up: bool = False) -> Frozen:
-        """An embedding or head. Where projections are quantised here it is in the compute dtype, unless the checkpoint
-        stores it quantised. `looked_up`: nothing multiplies it, so that it may be in host memory."""
+        """Builds an embedding or head. If projections are quantised while loading, it has the compute dtype, unless the
+        checkpoint stores it quantised. `looked_up`: no product reads it, so that it may be in host memory."""
         if name in self.arena.slots:
             return self.trained([name], self.arena.slots[name].shape[1])
         source = self.base.tensors[name]
@@ -274,7 +275,7 @@ class _Placer:
 
     def norm(self, name: str, width: int) -> NormWeight:
         value, grad = self.tensor(name, (width,))
-        # Beside adapters the base's values are kept, for answers without them; a full run has no base to return to.
+        # With adapters, the base's values are kept for passes without them; full training never returns to the base.
         before = value if grad is None or self.arena.full else value.clone()
         return NormWeight(value, before, grad)
 

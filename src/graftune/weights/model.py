@@ -65,8 +65,8 @@ def write_model(
     in_mxfp4: bool = False,
     watcher: Watcher = UNWATCHED,
 ) -> None:
-    """Weights by our names, the tokenizer and template of `base`, and `config`: written aside, read back, put in place.
-    What is at `folder` is replaced. `in_mxfp4`: the experts' bytes are copied (`experts.is_mxfp4`)."""
+    """Writes weights (by our names), the tokenizer and template of `base`, and `config` beside the target, reads them
+    back and replaces `folder`. `in_mxfp4`: the experts' bytes are copied (`experts.is_mxfp4`)."""
     files = {name: rows.to_file(source, "folder", base.spec, name) for name, source in sources.items()}
     stored = experts.to_folder(files, base.spec, in_mxfp4)
     kinds = {
@@ -90,7 +90,7 @@ def write_model(
 
 
 def _check(folder: Path, sources: Mapping[str, RowSource], base: Base) -> None:
-    """The folder opens as a base of the same shape, and its tokenizer gives the same ids."""
+    """Checks that the folder opens as a base of the same shape and that its tokenizer gives the same ids."""
     back = open_base(str(folder))
     same = base.tokenizer.encode(_PROBE) == back.tokenizer.encode(_PROBE)
     same = same and set(back.carried) == set(base.carried_to("safetensors"))
@@ -126,11 +126,12 @@ def _shards(tensors: list[OutputTensor]) -> Iterator[list[OutputTensor]]:
 
 
 def hf_config(base: Base) -> dict[str, Any]:
-    """Its config.json; of a text model that is trained from nothing, without the vision tower, which it does not have.
-    A GGUF whose rope no configuration can say is refused, before a run rather than after it."""
+    """The base's config.json, or one written from the spec: for a GGUF, and for the text model of a text-and-vision
+    configuration that is trained from scratch, without its vision tower. A GGUF whose rope no config.json can express
+    is refused, before a run rather than after it."""
     if base.config_file is not None and not (base.kind == "config" and base.multimodal):
         values = with_text_values(read_object(base.config_file), {"tie_word_embeddings": base.spec.tied})
-        values.pop("quantization_config", None)  # of a prequantised base: what is saved is not
+        values.pop("quantization_config", None)  # of a prequantised base: the saved model is not quantised
         values.pop("auto_map", None)  # names code of the base's repository, which the saved model does not need
         return values
     tokenizer = base.tokenizer

@@ -1,5 +1,5 @@
-"""One tensor's names: ours is Hugging Face's behind the prefix of the text model; a family knows those that differ, and
-GGUF's.
+"""The names of a tensor: ours is Hugging Face's without the prefix of the text model. The families hold the names that
+differ, and GGUF's.
 
 layers.3.self_attn.q_proj.weight                        ours
 model.layers.3.self_attn.q_proj.weight                  a text model
@@ -50,7 +50,7 @@ def scheme_of(stored: Iterable[str]) -> NamingScheme:
 
 
 def from_hf(name: str) -> str:
-    """Our name of a tensor that any of the schemes has named."""
+    """Our name of a tensor that is named by any of the schemes."""
     return next((ours for scheme in SCHEMES if (ours := scheme.ours(name)) is not None), name)
 
 

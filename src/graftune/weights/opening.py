@@ -37,7 +37,7 @@ def read_json(path: Path, fix: str) -> dict[str, Any]:
 
 @contextmanager
 def sensible(what: str, path: Path, fix: str) -> Iterator[None]:
-    """Turns what damaged values raise (text for a number, impossible numbers) into one message: `what` no sense."""
+    """Turns errors from damaged values (text for a number, impossible numbers) into one message: `what` no sense."""
     try:
         yield
     except GraftuneError:

@@ -34,7 +34,7 @@ class Placement:
     """The format and the place of the frozen weights, and the sentence that says why."""
 
     base_dtype: str  # keep | bf16 | fp16 | fp32 | nf4 | fp8
-    reason: str  # without what the option adds
+    reason: str  # without the option's own (`why` has both)
     options: tuple[Option, ...] = (Option(),)  # of the format, the one in use first, then those with less memory
     on_host: bool = False  # fetched from host memory, block by block
     ranks: int = 0  # gathered, block by block, from so many ranks; 0: not divided
@@ -45,7 +45,7 @@ class Placement:
         return self.on_host or self.ranks > 0
 
     def placed_at(self, on_host: bool, ranks: int) -> Placement:
-        """The same weights elsewhere. Weights that are fetched take the option with the least memory."""
+        """The same weights in another place. If they are fetched, the format's option with the least memory is used."""
         options = self.options[-1:] if on_host or ranks else self.options
         return replace(self, options=options, on_host=on_host, ranks=ranks)
 
@@ -69,7 +69,7 @@ class Placement:
 
     @property
     def fixed(self) -> Placement:
-        """The same with no other option left, for weights that are loaded."""
+        """The placement with only the option in use left, for weights that are already loaded."""
         return replace(self, options=self.options[:1])
 
     @property
@@ -81,7 +81,7 @@ class Placement:
 def choose_placement(
     base: Base, asked: str, runtime: Runtime, free: int | None = None, embedding_on: str = "device"
 ) -> Placement:
-    """`free`: the device's bytes, where something is to be trained there; else they are asked for."""
+    """`free`: the device's free bytes, if a run is planned for it; None: the device is asked for them."""
     chosen = Placement(asked, "as set") if asked != "auto" else _automatic(base, runtime, free)
     if embedding_on == "host":
         _check_looked_up(base)
@@ -122,7 +122,7 @@ def places(base_on: str, shard_base: str, ranks: int, device: torch.device) -> l
 
 
 def held_bytes(base: Base, base_dtype: str, compute: torch.dtype) -> int:
-    """About what the frozen weights take."""
+    """An estimate of the frozen weights' bytes."""
     spec, form = base.spec, FORMATS.get(base_dtype)
     if form is None:
         return sum(tensor.nbytes for tensor in base.tensors.values())
@@ -131,7 +131,7 @@ def held_bytes(base: Base, base_dtype: str, compute: torch.dtype) -> int:
 
 
 def table_bytes(base: Base, base_dtype: str, compute: torch.dtype) -> int:
-    """About what the embedding takes of it."""
+    """An estimate of the embedding's part of `held_bytes`."""
     form = FORMATS.get(base_dtype)
     if form is None:
         return base.tensors["embed_tokens.weight"].nbytes

@@ -36,20 +36,20 @@ def adapter_to_file(value: torch.Tensor, file: str, spec: ModelSpec, name: str) 
 
 
 def adapter_from_file(value: torch.Tensor, file: str, spec: ModelSpec, name: str) -> torch.Tensor:
-    """The reverse."""
+    """The reverse of `adapter_to_file`."""
     order = order_in(file, spec, name)
     return _sorted(value, None if order is None else order.inverse())
 
 
 def _sorted(value: torch.Tensor, order: FileOrder | None) -> torch.Tensor:
     if order is None or value.dim() <= order.dim or value.shape[order.dim] != len(order.indices):
-        return value  # another size is refused by its shape
+        return value  # a tensor of another size is refused later, by its shape
     return value.index_select(order.dim, order.indices.to(value.device))
 
 
 @dataclass(frozen=True)
 class Over(RowsByReading):
-    """A row source made of another one. Its bytes are its share of the other's values."""
+    """A row source made of another one. `nbytes` is the other's, in proportion to the number of values."""
 
     source: RowSource
 
@@ -124,14 +124,14 @@ class Joined(OfSeveral):
 
 
 def gguf_rows(spec: ModelSpec, name: str, rows: int, parts: int) -> tuple[int, ...]:
-    """How many rows of a tensor, given by our name, each of the GGUF's tensors has that hold it."""
+    """How many rows of a tensor, given by our name, each of the `parts` tensors has that hold it in a GGUF."""
     part, inner = spec.part_of(name)
     found = part.gguf_rows.get(inner.partition(".")[0]) if part is not None and parts > 1 else None
     return found or (rows // parts,) * parts
 
 
 def divided(source: RowSource, sizes: tuple[int, ...]) -> list[RowSource]:
-    """The rows of a source as several sources of these sizes."""
+    """Splits a source into several with these numbers of rows."""
     if len(sizes) == 1:
         return [source]
     if isinstance(source, Joined) and tuple(part.shape[0] for part in source.parts) == sizes:
@@ -153,12 +153,12 @@ class Reordered(Over):
 
     @property
     def raw(self) -> ReadBlocks | None:
-        """Columns inside blocks cannot change places."""
+        """None for reordered columns: those inside a block cannot change places."""
         return None if self.source.raw is None or self.order.dim else partial(self.of, self.source.raw)
 
     def of(self, read: Callable[[int, int], torch.Tensor], start: int, stop: int) -> torch.Tensor:
-        """The rows of something with the source's rows. Most change places within a few heads, so those are read, not
-        the whole weight."""
+        """Reorders the rows that `read` returns (the source's values or blocks, or changes to them). Most rows move
+        within a few heads, so only the rows between the first and the last one needed are read."""
         if self.order.dim:
             return _sorted(read(start, stop), self.order)
         ids = self.order.indices[start:stop]
@@ -196,8 +196,8 @@ def _reshaped(source: RowSource, shape: tuple[int, ...]) -> Converted:
 
 
 def shapes_of(spec: ModelSpec, name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Of a tensor that a part has beside its projections: its shape here, and in a GGUF, which leaves out dimensions of
-    one (a depthwise convolution's taps are [D, 1, K] in Hugging Face's folders). None where they are the same."""
+    """(shape here, shape in a GGUF) of a tensor that a part has beside its projections. A GGUF leaves out dimensions of
+    one (a depthwise convolution's taps are [D, 1, K] in Hugging Face's folders). None if the shapes are the same."""
     part, inner = spec.part_of(name)
     shape = part.tensors.get(inner, ()) if part is not None else ()
     return (shape, tuple(size for size in shape if size != 1)) if 1 in shape else None
@@ -220,7 +220,7 @@ def from_file(source: RowSource, file: str, spec: ModelSpec, name: str) -> RowSo
 
 
 def to_file(source: RowSource, file: str, spec: ModelSpec, name: str) -> RowSource:
-    """The reverse. What was read from such a file, and did not change since, is what the file had, to the bit."""
+    """The reverse of `from_file`. An unchanged tensor from a file of this kind has the file's values, to the bit."""
     order, shapes, (part, inner) = order_in(file, spec, name), shapes_of(spec, name), spec.part_of(name)
     shift = spec.norm_offset(name) if file == "folder" else 0.0
     if shift:

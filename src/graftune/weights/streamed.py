@@ -32,7 +32,7 @@ class OutputTensor:
 
     name: str
     source: RowSource | CarriedTensor
-    kind: str  # F32, BF16, Q8_0, ...; of a carried tensor its own, which may be any
+    kind: str  # F32, BF16, Q8_0, ...; a carried tensor keeps its own, whatever it is
 
     @property
     def nbytes(self) -> int:
@@ -43,7 +43,7 @@ class OutputTensor:
 
     @property
     def blocks(self) -> ReadBlocks | None:
-        """Reads the blocks that are written, where the source has them: of the same type, and not changed."""
+        """Reads the source's blocks, which are copied if they have this type and no adapter has changed them."""
         source = self.source
         if isinstance(source, CarriedTensor) or self.kind in PLAIN or source.dtype_name != self.kind:
             return None
@@ -116,12 +116,12 @@ def _first_rows(blocks: torch.Tensor, kind: str, shape: tuple[int, ...], rows: i
 
 
 def carried_outputs(tensors: Mapping[str, CarriedTensor]) -> list[OutputTensor]:
-    """The tensors as they are, for an export of the same format."""
+    """Carried tensors to write unchanged, for an export in the base's own format."""
     return [OutputTensor(name, tensor, tensor.dtype_name) for name, tensor in tensors.items()]
 
 
 def check_tensor(tensor: OutputTensor, back: RowSource, stored: Iterable[Any], checksum: int, where: Path) -> None:
-    """Compares a tensor with what our reader found: shape, type and bytes. `stored`: its bytes."""
+    """Compares a tensor with what our reader found: shape, type and bytes. `stored`: the bytes read back."""
     if tuple(back.shape) != tuple(tensor.source.shape) or back.dtype_name != tensor.kind:
         raise misread(f"{tensor.name} in another shape or type", where)
     check = 0

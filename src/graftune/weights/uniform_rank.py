@@ -2,8 +2,8 @@
 
 PEFT may give each module its own rank and alpha (rank_pattern, alpha_pattern), choose modules by expressions and leave
 some out. The tensors show the modules and their ranks; the settings give only the alphas. Smaller ranks are padded with
-zeros in A and B, which stay zero: h and g of such a rank are zero, so no gradient reaches them. A scale other than the
-most common one is multiplied into B. A module that is missing in some layers gets an adapter of zeros there, which
+zeros in A and B, which stay zero: for such a rank A x and dy B are zero, and so are both gradients. A scale other than
+the most common one is multiplied into B. A module that is missing in some layers gets an adapter of zeros there, which
 stays zero for the same reason.
 """
 
@@ -54,7 +54,7 @@ def with_uniform_rank(
         or (isinstance(named, list) and set(named) - listed)
     )
     listed &= words | found if partial else {*TARGETS} | found
-    # Beside experts, which have no adapters here, a name means the dense projections alone: give their paths.
+    # If experts exist and have no adapters here, a name means only the dense projections: use those projections' paths.
     nested = {path.rpartition(".")[2] for path in found if path.count(".") > 1}
     listed = (listed - nested) | {path for path in found if path.rpartition(".")[2] in nested}
     others = {path for path in found if not {path, path.rpartition(".")[2]} & listed}
@@ -66,7 +66,7 @@ def with_uniform_rank(
         return math.sqrt(of) if values.get("use_rslora") else of
 
     scales = {module: alphas[module] / per_rank(ranks[module]) for module in downs}
-    ((usual, _),) = Counter(scale or 1.0 for scale in scales.values()).most_common(1)  # divided by below
+    ((usual, _),) = Counter(scale or 1.0 for scale in scales.values()).most_common(1)  # never 0: a divisor below
     made = dict(tensors)
     for module, down in downs.items():
         up = tensors.get(f"{module}.lora_B.weight")
@@ -89,8 +89,8 @@ def filled(tensors: Mapping[str, torch.Tensor], spec: ModelSpec, lora: Any) -> d
 
 
 def _values(pattern: Any, modules: Mapping[str, Any], default: float) -> dict[str, float]:
-    """The value of each module: that of the first expression that its name ends with, as in PEFT. The expressions come
-    from an adapter's file and may take for ever: the `regex` package has a time limit, which `re` has not."""
+    """The value of each module: that of the first expression that matches the end of its name, as in PEFT. Expressions
+    come from an adapter's file and may take for ever: the `regex` package has a time limit, which `re` has not."""
     if not pattern:
         return dict.fromkeys(modules, float(default))
     if not isinstance(pattern, dict) or not all(isinstance(v, int | float) for v in pattern.values()):

@@ -56,7 +56,7 @@ def score_all(pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
 
 
 def score_sample(answer: str, reference: str) -> dict[str, float]:
-    """As a metric: the scorer of the sample that the reference is from."""
+    """A metric that uses the scorer of the sample (task or replies) that the reference is from."""
     is_reply = score_reply(reference, reference)["in_order"]
     return score_reply(answer, reference) if is_reply else score_answer(answer, reference)
 

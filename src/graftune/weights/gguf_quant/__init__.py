@@ -5,8 +5,8 @@ from the scales by rounding, so the task is to find good scales. The largest val
 range on one outlier. search.py instead tries several step widths and solves for the best scale of each in closed form,
 which is cheap: it needs only a few sums over a block. pack.py writes the result in the layout of the format. Q8_0 has
 enough codes for the simple scale, and its bytes are those that llama.cpp writes. MXFP4's scales are powers of two, of
-which mxfp4.py tries two. The bytes of Q5_0 and Q5_1 are llama.cpp's too, which only stand in where rows do not
-consist of whole larger blocks: the gguf package quantises them.
+which mxfp4.py tries two. Q5_0 and Q5_1 are only used where rows do not consist of whole larger blocks; the gguf package
+quantises them, so their bytes are llama.cpp's too.
 
 The weight is cut into pieces that stay in a core's cache, and the cores share them (kernels/cores.py). The pieces do
 not depend on the number of threads, so neither do the bytes.
@@ -36,7 +36,7 @@ _REACH = {
 }
 # The levels of the kinds whose codes are whole numbers; the others have those of the curve.
 _RANGES = {"Q4_0": search.Range(-8, 7), "Q3_K": search.Range(-4, 3), "Q6_K": search.Range(-32, 31)}
-# Of the kinds with scales of groups beside the one of a block: how many, what they may be, and how they are packed.
+# The kinds with a scale per group beside the block's: number of groups, range of their scales, function that packs.
 _GROUPED = {
     "Q3_K": (16, search.Range(-32, 31), pack.q3_k),
     "Q6_K": (16, search.Range(-128, 127), pack.q6_k),

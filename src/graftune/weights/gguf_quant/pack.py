@@ -14,7 +14,7 @@ Parts = list[torch.Tensor]
 
 
 def _words(codes: torch.Tensor) -> torch.Tensor:
-    """[n, values] uint8 -> [n, values / 8] int64. (The only row of a contiguous tensor may have any stride.)"""
+    """[n, values] uint8 -> [n, values / 8] int64. Flat first: a contiguous tensor of one row may have any stride."""
     return codes.view(-1).view(torch.int64).view(len(codes), -1)
 
 
@@ -23,8 +23,8 @@ def _mask(bits: int) -> int:
 
 
 def fields(codes: torch.Tensor, run: int, bits: int, above: int = 0) -> torch.Tensor:
-    """Codes of so many bits (of each code those from bit `above` on), lowest first, laid over each other in runs of so
-    many bytes: [n, values] -> [n, values * bits / 8]."""
+    """Packs `bits` bits of each code, from bit `above` on. Runs of `run` codes share `run` bytes, the first run in the
+    lowest bits: [n, values] -> [n, values * bits / 8]."""
     if run % 8:
         places = (codes >> above & 2**bits - 1).unflatten(1, (-1, 8 // bits, run))
     else:

@@ -1,4 +1,4 @@
-"""Finds scales with a small weighted squared error of a block.
+"""Finds scales that give a block a small weighted squared error.
 
 With fixed codes c, the error is a quadratic form in the scale (and the minimum), so that a few sums over the block give
 the best ones in closed form; with fixed scales, the best codes are the nearest ones. So several step widths around the
@@ -24,9 +24,9 @@ import torch
 
 from graftune.kernels.gguf_dequant.reference import CURVE
 
-# Where to look: the largest value comes to lie so many steps beyond the largest code.
+# The step widths to try: they put the largest value so many steps beyond the largest code.
 NEAR = (-1.7, -1.4, -1.05, -0.7, -0.4, -0.1, 0.25, 0.6)
-REPEATS = 1  # of going back and forth: a second one gains a tenth of a percent
+REPEATS = 1  # of improving codes and scales in turn: a second one gains a tenth of a percent
 TINY = 1e-30
 
 
@@ -36,7 +36,7 @@ def importance(x: torch.Tensor) -> torch.Tensor:
 
 
 def inverse(scale: torch.Tensor) -> torch.Tensor:
-    """1 / scale, and 0 for a group without values."""
+    """1 / scale, and 0 where the scale is 0, as for a group of zeros."""
     return scale.reciprocal().masked_fill_(scale.abs() <= TINY, 0)
 
 
@@ -46,8 +46,8 @@ def as_half(scale: torch.Tensor) -> torch.Tensor:
 
 
 def picked(gain: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Of tensors [a power of two, ...]: the largest gain of each group, and what the others hold at that try. By
-    halves, which takes a fraction of the time of argmax and gather."""
+    """The largest gain of each group over all tries, and the values of `tensors` at that try; all are [tries, ...] with
+    a power of two of tries. Compares halves, which takes a fraction of the time of argmax and gather."""
     found = [gain, *tensors]
     while len(found[0]) > 1:
         first, second = zip(*(tensor.chunk(2) for tensor in found), strict=True)
@@ -56,7 +56,7 @@ def picked(gain: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def better(new: Sequence[torch.Tensor], old: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """For each group what has the larger gain, which comes first."""
+    """For each group, the values of the list with the larger gain; the first tensor of each list is the gain."""
     more = new[0] > old[0]
     return [torch.where(more, a, b) for a, b in zip(new, old, strict=True)]
 
@@ -69,7 +69,7 @@ class Range(NamedTuple):
 
     @property
     def tries(self) -> Sequence[float]:
-        """Where the largest value of a group may come to lie: as many as a power of two."""
+        """The levels at which each try puts the largest value of a group; their number is a power of two."""
         return [self.low - near for near in NEAR]
 
     def nearest(self, x: torch.Tensor, per_step: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ class Range(NamedTuple):
         return torch.mul(x, per_step, out=out).round_().clamp_(self.low, self.high)
 
     def codes(self, x: torch.Tensor, per_step: torch.Tensor) -> torch.Tensor:
-        """The levels counted from the lowest, in the memory of x."""
+        """The codes of the nearest levels, counted from the lowest. Overwrites x."""
         return self.nearest(x, per_step, x).sub_(self.low)
 
 
@@ -85,7 +85,7 @@ class Curve:
     """The sixteen uneven levels of IQ4_NL and IQ4_XS. Borders between them lie on halves, so a table over half steps
     finds the nearest one exactly; searching the borders for each value takes several times as long."""
 
-    tries = (-110.0, -117.0, -125.0, -132.0, 96.0, 103.0, 111.0, 118.0)  # beyond either end, and mostly before it
+    tries = (-110.0, -117.0, -125.0, -132.0, 96.0, 103.0, 111.0, 118.0)  # near either end, mostly inside it
     _REACH = 128
 
     def __init__(self) -> None:
@@ -120,8 +120,8 @@ def curve() -> Curve:
 def best_scale(
     x: torch.Tensor, w: torch.Tensor, levels: Levels, stored: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """x [g, ...] ~ scale * level. `stored` is what becomes of a scale in the block: between scales that fit alike, one
-    that is stored exactly is better."""
+    """The best scale in x [g, ...] ~ scale * level. `stored` rounds a scale as the block stores it: of scales that fit
+    alike, one that is stored exactly is better."""
     low, high = x.amin(0), x.amax(0)
     per_peak = inverse(torch.where(-low > high, low, high))
     steps = _times(levels.tries, per_peak)
@@ -205,7 +205,7 @@ class Sums(NamedTuple):
 
 
 class Group(NamedTuple):
-    """The values of many groups, how much each counts (1 together), and a workspace."""
+    """The values of many groups, their weights (which add up to 1 in each group), and a workspace."""
 
     x: torch.Tensor
     w: torch.Tensor
@@ -223,7 +223,7 @@ class Group(NamedTuple):
         return cls(x, w, total, product.sum(0), torch.empty_like(x), product)
 
     def sum(self, c: torch.Tensor, cc: torch.Tensor, xc: torch.Tensor) -> None:
-        """Of what is in `codes`, which is used up."""
+        """Writes the weighted means of `codes` into c, cc and xc (see Sums). Overwrites `codes`."""
         torch.sum(torch.mul(self.w, self.codes, out=self.product), 0, out=c)
         torch.sum(self.codes.mul_(self.product), 0, out=cc)
         torch.sum(self.product.mul_(self.x), 0, out=xc)
@@ -250,7 +250,7 @@ def best_pair(group: Group, top: int) -> tuple[torch.Tensor, torch.Tensor]:
     tried = Sums(group.mean, c, cc, xc)
     scale, least = tried.best()
     found = picked(tried.gain(scale, least), scale, least)
-    again = group.sums(found[1], found[2], top)  # the best pair has nearest codes of its own
+    again = group.sums(found[1], found[2], top)  # with the best pair, other codes are nearest
     new = again.best()
     _, scale, least = better([again.gain(*new), *new], found)
     return scale, least
