@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """The verbs on first use: `graftune --help` must not wait for torch."""
+    """Import the verbs on first use, so that `graftune --help` does not wait for torch."""
     if name == "losses":
         return importlib.import_module("graftune.losses")
     if name == "GraftuneError":

@@ -1,5 +1,5 @@
-"""What travels from the data to the step: one example, one packed micro-batch; and what a loss asks of the batches, as
-a type of its own (`BatchLayout`), so that the data can pack for a loss without knowing it."""
+"""The types that are passed from the data to the step: an example and a packed micro-batch; and `BatchLayout`, which
+holds a loss's requirements on batches, so that the data can pack for a loss without knowing it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Example:
     weights: list[float] | None = None  # of each token's loss, read where it is supervised; None: 1 for all
     # Examples with the same number, which follow each other, belong together: the answers of a pair. -1: it is alone.
     group: int = -1
-    # What the data says of it for a loss to read, by name: one number, or one per token.
+    # Numbers from the data that a loss reads, by name: one for the example, or one per token.
     numbers: Mapping[str, float | list[float]] = field(default_factory=dict)
-    shortened: bool = False  # to fit max_seq_len: something of its prompt is not in it
+    shortened: bool = False  # whether a part of its prompt was left out to fit max_seq_len
 
     @property
     def response_tokens(self) -> int:
@@ -67,7 +67,7 @@ class Ahead:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """What a loss asks of the batches. The default is cross-entropy's: labels alone, divided by their number."""
+    """A loss's requirements on batches. The default is cross-entropy's: labels alone, divided by their number."""
 
     fields: tuple[Field, ...] = ()
     # What each example adds to the divisor of its optimizer step. None: its response tokens.
@@ -97,7 +97,7 @@ class PackedBatch:
     labels: torch.Tensor  # [R] int64, -1 where the row is padding
     lengths: tuple[int, ...]  # document lengths; they add up to T
     response_tokens: int  # labels that are not -1
-    # What this batch adds to the divisor of its optimizer step; where it is not said, its response tokens.
+    # What this batch adds to the divisor of its optimizer step; unless given, its response tokens.
     divisor: float = None  # type: ignore[assignment]
     extra: Mapping[str, torch.Tensor] = field(default_factory=dict)  # the fields of the loss's layout, by name
     # Of the first micro-batch of a step, if the layout has `ahead`: this rank's batches of those examples.

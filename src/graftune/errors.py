@@ -31,7 +31,7 @@ MOST_LINES = 60  # of a message with a list
 _SECRET = ("TOKEN", "API_KEY", "PASSWORD", "SECRET", "SECRET_KEY", "ACCESS_KEY")  # how names of variables end
 _SHORTEST = 8  # characters of a secret: a shorter one would be found in every other word
 _LOGIN = re.compile(r"(?<=://)[^\s/]+(?=@)")
-# In the query of an address. Others stay: answers and data are full of addresses, and this reads all that is logged.
+# Secrets in the query of an address. The rest of it stays: this reads all that is logged, and data has many addresses.
 _QUERY = re.compile(r"([?&][\w-]*(?:token|key|secret|signature|sig|password)=)[^\s&'\"]+", re.IGNORECASE)
 
 
@@ -50,7 +50,7 @@ def without_secrets(text: str) -> str:
 
 @functools.cache
 def _secrets() -> list[tuple[str, str]]:
-    """Of the environment as it was at first: the longest first, should one be a part of another."""
+    """Names and values of secrets in the environment at the first call, the longest first: one may contain another."""
     found = [(n, v) for n, v in os.environ.items() if n.upper().endswith(_SECRET) and len(v) >= _SHORTEST]
     return sorted(found, key=lambda each: -len(each[1]))
 

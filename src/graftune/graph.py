@@ -1,15 +1,15 @@
 """Capture and replay of a fixed-shape callable as a CUDA graph. Knows nothing of models.
 
-The first call is the work itself, run eagerly on the stream that captures: it compiles kernels, builds plans and fills
-caches, libraries get to know the stream (cuDNN keeps streams of its own for every priority), and it counts. Then the
-callable is captured, which runs nothing, and every later call replays. So capturing neither loses a call's effect nor
-makes it twice. What the callable reads and writes beyond its own temporaries must stay where it is.
+The first call runs the callable eagerly, on the stream that will capture. It compiles kernels, builds plans, fills
+caches and lets libraries set up the stream (cuDNN keeps streams of its own for every priority), and its effect counts.
+Then the callable is captured, which runs nothing, and every later call replays. So the effect of each call happens
+exactly once. The tensors that the callable reads and writes beyond its own temporaries must keep their addresses.
 
-A profile times a replay as a replay: with a timeline active the same callable is captured once more, with its spans as
-event nodes (spans.py), and that graph is replayed instead. The graph of every other call has no such node.
+A profile has to time replays, not eager calls: with a timeline active the same callable is captured once more, with its
+spans as event nodes (spans.py), and that graph is replayed instead. The graph of all other calls has no such nodes.
 
-Streams and events are asked for here, by device: on a CPU, and for meta tensors, on which a step is rehearsed, they are
-objects that do nothing.
+This file also provides streams and events, by device: on a CPU, and for meta tensors, on which a step is rehearsed,
+they are objects that do nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 from graftune import spans
 
-_unfinished: list[torch.cuda.CUDAGraph] = []  # torch's allocator asks those whose capture broke for good
+_unfinished: list[torch.cuda.CUDAGraph] = []  # whose capture broke: torch's allocator goes on querying them
 
 
 class Captured:
@@ -48,9 +48,9 @@ class Captured:
             self._replay_timed(timeline)
 
     def _first(self) -> None:
-        # Before others: what a callable forks off to another stream yields to what it does on its own.
+        # High priority: work that the callable forks off to another stream yields to its work on this one.
         main, ahead = torch.cuda.current_stream(), stream("capture", priority=-1)
-        torch.cuda.empty_cache()  # what other streams have let go of, this one could not take
+        torch.cuda.empty_cache()  # this stream could not reuse memory that was freed on other streams
         ahead.wait_stream(main)
         spans.end()
         with spans.recording(None):  # this graph is for all calls that are not timed
@@ -59,7 +59,7 @@ class Captured:
             main.wait_stream(ahead)
             graph = torch.cuda.CUDAGraph()
             capture(self.work, graph, ahead, self.pool, self.collect)
-        self.graph = graph  # only now: a capture that failed is none
+        self.graph = graph  # only now: it stays None if the capture failed
 
     def _replay_timed(self, timeline: spans.Timeline) -> None:
         timeline.end()
@@ -86,13 +86,13 @@ def capture(
     pool: Any = None,
     collect: bool = True,
 ) -> None:
-    """`work` into the graph, on a stream; nothing runs. What breaks a capture is what is raised."""
+    """Capture `work` into the graph, on a stream; nothing runs. An error that breaks the capture is raised as it is."""
     torch.cuda.synchronize()
     if collect:
         gc.collect()
-    torch.cuda.empty_cache()  # what an eager call took would lie beside the graph's own memory for good
+    torch.cuda.empty_cache()  # cached memory of eager calls would stay beside the graph's own memory for good
     collects = gc.isenabled()
-    gc.disable()  # what a collection lets go of may call the driver, which would be the end of the capture
+    gc.disable()  # an object that a collection frees may call the driver, which would break the capture
     try:
         with torch.cuda.stream(on):
             _unfinished.append(graph)
@@ -101,7 +101,7 @@ def capture(
             try:
                 work()
             except BaseException:
-                with suppress(RuntimeError):  # leaving a broken capture fails as well, and says less
+                with suppress(RuntimeError):  # ending a broken capture fails too, with a less useful message
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -139,9 +139,9 @@ class _Null:
 
 
 def stream(name: str, device: torch.device | None = None, priority: int = 0) -> Any:
-    """The process's stream of this name. Every run has the same ones: libraries keep memory for every stream they have
-    seen, and of torch's, which are 32 in turn, two that are meant to be apart may be one. Where a device has
-    none it is a new stand-in."""
+    """The process's stream of this name, the same one in every run: libraries keep memory for every stream they have
+    seen, and torch hands out 32 streams in turn, so that two that should be separate could be the same. For a device
+    without streams, a new NullStream."""
     if _in_order(device):
         return NullStream()
     index = torch.cuda.current_device() if device is None or device.index is None else device.index
@@ -193,7 +193,7 @@ def is_capturing(device: torch.device | None = None) -> bool:
 
 @contextmanager
 def null_capture(side: NullStream) -> Iterator[None]:
-    """What a capture is for meta tensors."""
+    """Stands in for the capture of work on meta tensors: inside, `is_capturing` is true."""
     _Null.capturing = True
     try:
         with on(side):

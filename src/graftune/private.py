@@ -36,7 +36,7 @@ NAMES = {
     "torch._C._accelerator_setAllocatorSettings": TORCH,
     # Whether a profiler runs: named ranges cost nothing otherwise.
     "torch.autograd._profiler_enabled": TORCH,
-    # Whether the CPU has units for bf16; torch 2.11 has no public question.
+    # Whether the CPU has units for bf16; torch 2.11 has no public query.
     "torch.cpu._is_amx_tile_supported": TORCH,
     "torch.cpu._is_avx512_bf16_supported": TORCH,
     # The plan looks at every operation of a rehearsal, and tells storages without memory apart.
@@ -60,7 +60,7 @@ NAMES = {
 
 
 def find(name: str) -> Any:
-    """What a name of `NAMES` stands for."""
+    """The object that a name of `NAMES` refers to."""
     try:
         return _looked_up(name)
     except (AttributeError, ImportError):
@@ -109,7 +109,7 @@ def _looked_up(name: str) -> Any:
     for part in rest:
         path = f"{path}.{part}"
         if not hasattr(found, part) and part in getattr(found, "__annotations__", {}):
-            return found.__annotations__[part]  # of instances
+            return found.__annotations__[part]  # an attribute of instances only
         if not hasattr(found, part) and hasattr(found, "__path__"):
             importlib.import_module(path)
         found = getattr(found, part)

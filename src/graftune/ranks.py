@@ -1,4 +1,4 @@
-"""Which process of a run this one is, read from the environment that torchrun sets up.
+"""Reads which process of a run this one is, from the environment that torchrun sets up.
 
 It is read before torch is imported, because only rank 0 prints. A process that no launcher has started is the only one
 of its run and uses nothing of torch.distributed.
@@ -46,7 +46,7 @@ class Ranks:
 
 
 def from_environment(environment: Mapping[str, str] | None = None) -> Ranks | None:
-    """None where no launcher has started this process."""
+    """The ranks from a launcher's variables; None where no launcher has started this process."""
     found = os.environ if environment is None else environment
     given = [name for name in NAMES if found.get(name)]
     if "LOCAL_RANK" not in given and found.get("WORLD_SIZE", "1") in ("", "1"):

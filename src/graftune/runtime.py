@@ -1,8 +1,8 @@
-"""Where and how a run computes, resolved once at start, printed once, and passed explicitly from then on.
+"""The device and the compute dtype of a run, resolved once at start, printed once, and passed explicitly from then on.
 
 A global default device or autocast would hide which dtype a product runs in; here every layer is handed a Runtime.
-Importing this changes nothing of the process. What a run on CUDA wants of the whole process is switched on by `set_up`,
-which says what it changed.
+Importing this file changes nothing in the process. `set_up` makes the process-wide settings that a run on CUDA needs,
+and returns what it changed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Runtime:
 
 
 def resolve(device: str = "auto", compute: str = "auto", *, threads: int = 0, deterministic: bool = False) -> Runtime:
-    """Pick what the user asked for, or the best there is; refuse what is not there."""
+    """The device and compute dtype that the user asked for, or the best there are. Refuses a device that is absent."""
     chosen = device_of(device)
     if threads:
         torch.set_num_threads(threads)
@@ -66,12 +66,13 @@ def resolve(device: str = "auto", compute: str = "auto", *, threads: int = 0, de
 
 
 def set_up(device: torch.device) -> list[str]:
-    """What a run on CUDA wants of the whole process, before its first product; a sentence for each change."""
+    """Make the process-wide settings that a run on CUDA needs, before its first product. Returns a sentence for each
+    change."""
     global _segments_grow
     if device.type != "cuda":
         return []
     said = []
-    # torch looks at this once, at the first product of the process; without it there is no deterministic mode later on.
+    # torch reads this once, at the first product of the process; without it there is no deterministic mode later on.
     if "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = WORKSPACE
         said.append(f"CUBLAS_WORKSPACE_CONFIG is set to {WORKSPACE} for this process: deterministic products need it")
@@ -94,7 +95,8 @@ def _best_compute(device: torch.device, bf16: bool) -> tuple[torch.dtype, str]:
 
 
 def _set_deterministic(wanted: bool) -> None:
-    """On where it is asked for, and off again for a later run of this process; what others switched on stays."""
+    """Switch deterministic algorithms on if wanted, and off again for a later run of this process, unless other code
+    had switched them on."""
     global _switched_on
     if wanted and not torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(True)
@@ -108,8 +110,8 @@ def _set_deterministic(wanted: bool) -> None:
 
 
 def _set_allocator() -> bool:
-    """Segments that grow, unless the user has settings of their own: in blocks of fixed sizes the allocator holds 1 to
-    2.4 GiB more than a step of 8192 tokens needs, which no plan foretells."""
+    """Make torch's allocator use segments that grow, unless the user has set it up. Returns whether it does. In blocks
+    of fixed sizes it holds 1 to 2.4 GiB more than a step of 8192 tokens needs, which a plan cannot predict."""
     asked = any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     # Under Windows (WSL is a Linux whose kernel says so) the driver may refuse to map them.
     fits = sys.platform == "linux" and "microsoft" not in platform.release().lower() and torch.version.hip is None
@@ -120,7 +122,7 @@ def _set_allocator() -> bool:
 
 
 def device_of(asked: str) -> torch.device:
-    """What the user asked for, or the best there is; a refusal where it is not there."""
+    """The device that the user asked for, or the best there is. Refuses one that is not there."""
     available = available_devices()
     if asked == "auto":
         return torch.device(available[0])
@@ -167,7 +169,7 @@ def has_fast_bf16(device: torch.device) -> bool:
         return torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type in ("xpu", "mps"):
         return True
-    # Newer torch answers for every architecture at once; torch 2.11 has x86's two questions only.
+    # Newer torch has one query for all architectures; torch 2.11 has only the two below, for x86.
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     names = ("bf16", "amx_bf16", "avx512_bf16", "amx_tile")
     return any(bool(capabilities.get(name)) for name in names) or any(

@@ -174,7 +174,7 @@ def current() -> Timeline | None:
 
 @contextmanager
 def recording(timeline: Timeline | None) -> Iterator[None]:
-    """Spans go to this timeline, or (None) to none."""
+    """Record the spans inside on this timeline, or (None) on none."""
     global _now
     before, _now = _now, timeline
     try:

@@ -138,7 +138,7 @@ def _failed(error: Exception, line: CommandLine, silent: bool) -> int:
 
 
 def _from_rank(text: str) -> str:
-    """With the rank's name, where a launcher has started several processes and this is not the first."""
+    """The text, with the rank in front if a launcher has started several processes and this is not the first."""
     rank = os.environ.get("RANK", "0") if os.environ.get("LOCAL_RANK") else "0"
     return text if rank == "0" or text.startswith("rank ") else f"rank {rank}: {text}"
 

@@ -24,13 +24,13 @@ from graftune.errors import GraftuneError
 from graftune.observe.console import Console
 from graftune.settings import recognise
 
-# Import name -> distribution name, and what it is needed for where graftune works without it.
+# Import name -> distribution name.
 REQUIRED = {
     "torch": "torch", "numpy": "numpy", "safetensors": "safetensors", "tokenizers": "tokenizers",
     "huggingface_hub": "huggingface_hub", "gguf": "gguf", "jinja2": "jinja2", "yaml": "pyyaml", "rich": "rich",
     "regex": "regex", "matplotlib": "matplotlib",
 }  # fmt: skip
-# Import name -> distribution, the extra of ours that brings it, and what is not there without it.
+# Import name -> distribution, graftune's extra that installs it, and what is missing without it.
 OPTIONAL = {
     "pyarrow": ("pyarrow", "parquet", "no .parquet data and few Hub data sets"),
     "zstandard": ("zstandard", "zstd", "no .zst data"),

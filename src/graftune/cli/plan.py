@@ -1,4 +1,4 @@
-"""graftune plan: bytes by owner before anything loads, what fits, and how far; with data also steps and time.
+"""graftune plan: predicts memory by owner and the largest micro-batch that fits; with data also steps and time.
 
 Only headers are read. A card that is not here is planned for by its name (--gpu 4090) or by its memory.
 """

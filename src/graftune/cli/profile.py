@@ -1,4 +1,4 @@
-"""graftune profile: the time of a step by owner, for a run or for settings."""
+"""graftune profile: the time of a step by phase, layer and operation, for a run or for settings."""
 
 from __future__ import annotations
 

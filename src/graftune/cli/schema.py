@@ -1,6 +1,6 @@
 """graftune schema: the settings as a JSON schema for editors. graftune completion: a script for the shell.
 
-Both are printed and nothing is installed: where a shell or an editor wants such a file is the user's to say.
+Both are printed and nothing is installed: the user knows where the shell or the editor looks for such a file.
 """
 
 from __future__ import annotations

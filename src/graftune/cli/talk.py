@@ -48,7 +48,7 @@ class Talk:
 
     def reset(self) -> None:
         self.exchanges: list[Exchange] = []
-        self._first = 0  # exchange that still fits the context
+        self._first = 0  # index of the first exchange that still fits the context
         self._retries = 0
         self._current = Exchange("", {})  # the exchange under way
 
@@ -159,7 +159,8 @@ class Talk:
         return messages
 
     def _drop_oldest(self, text: str) -> None:
-        """Leave out the oldest exchanges until the message and an answer fit, beside half a context at most."""
+        """Leave out the oldest exchanges until the message and an answer fit; half the context at most is kept free for
+        the answer."""
         context: int = self._run.context
         answer = min(self._sampling["max_new_tokens"], context // 2)
         message = {"role": "user", "content": text}
@@ -230,8 +231,8 @@ def _command(talk: Talk, console: Console, text: str) -> bool:
 
 
 def read_message() -> str:
-    """One message: a line, lines that end with a backslash and the one after them, a block in triple quotes, or all
-    lines of a paste."""
+    """Read one message: a line, lines that end with a backslash and the one after them, a block in triple quotes, or
+    all lines of a paste."""
     text = input("\n> ")
     if text.lstrip().startswith('"""'):
         return _block(text.lstrip()[3:])

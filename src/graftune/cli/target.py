@@ -15,7 +15,7 @@ from graftune.settings.recognise import check_adapter, check_base, check_target
 def open_target(target: str, settings: Any, needs_adapter: str | None, console: Console, task: str) -> Any:
     """Open TARGET. With --base beside it, TARGET is an adapter and --base says where its base is now.
 
-    `needs_adapter` names the flag that makes no sense without one, `task` the command, for others who share the device.
+    `needs_adapter` names the flag that makes no sense without one; `task` tells others who share the device what runs.
     """
     flags = given(settings)
     base = flags.pop("base", "")

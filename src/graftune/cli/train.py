@@ -96,8 +96,8 @@ def _engine(config: Config, console: Console, resume: str | None, overrides: dic
         from graftune import api
 
     with ExitStack() as ends:
-        gc.freeze()  # what imports have made stays: each full collection would look at it for 0.1 s
-        ends.callback(gc.unfreeze)  # else libraries report at the end of the process that it leaked
+        gc.freeze()  # objects made by imports stay: without this, each full collection takes 0.1 s to look at them
+        ends.callback(gc.unfreeze)  # else libraries report them as leaks at the end of the process
         pages: list[Any] = []
         if watch:
             from graftune.cli.watch import TrainingPage

@@ -53,7 +53,8 @@ class Chat:
         return any(run.state.state in RUNNING for run in self.runs.known())
 
     def _key(self, run: WatchedRun, checkpoint: str) -> Document:
-        """Identifies what is loaded. A result that is written again is loaded again."""
+        """Identifies the weights and their device. A result that was written again has another key, so it is loaded
+        again."""
         device = self.device if self.device != "auto" or not self._training() else "cpu"
         written = [stamp(run.folder / name) for name in ("adapter/adapter_model.safetensors", "model/config.json")]
         return {"run": str(run.folder), "checkpoint": checkpoint, "device": device, "written": written}

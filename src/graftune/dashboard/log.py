@@ -48,7 +48,7 @@ def _events(piece: bytes) -> Sequence[Event | None]:
 
 
 def _column(values: Sequence[Any]) -> array[float] | None:
-    """As floats, NaN where there is no number; None for text."""
+    """The values as floats, NaN where there is no number; None for text."""
     try:
         return array("d", values)
     except (TypeError, OverflowError):

@@ -56,7 +56,7 @@ def _searched(answer: Document) -> str:
 def _page(
     lines: list[bytes], page: int, size: int, search: str, *, total: int | None = None, note: str = ""
 ) -> Document:
-    """From the lines of preview.jsonl, one example each."""
+    """A page of examples from the lines of preview.jsonl, one example each."""
     if search:
         found = (one for line in lines if (one := _example(line)) and search.lower() in "".join(one["tokens"]).lower())
         shown, count = [], 0

@@ -30,7 +30,7 @@ from graftune.settings.sections import NOT_FOR_REWARDS, RlConfig
 LOG = "metrics.jsonl"
 OF_REWARDS = frozenset(field.name for field in fields(RlConfig)) - {"reward"}
 DEEPEST = 6  # folders below the watched one
-MOST_RUNS, MOST_FOLDERS = 20_000, 100_000  # that are found, and searched
+MOST_RUNS, MOST_FOLDERS = 20_000, 100_000  # runs that are found, and folders that are searched
 FRESH = 0.5  # seconds until the folders are read again
 MOST_LOGS = 16  # that are held in memory, those that were requested last
 Document = dict[str, Any]
@@ -120,14 +120,15 @@ class Runs:
             self._refreshed = time.monotonic()
 
     def _found(self) -> dict[str, str]:
-        """An empty folder may become a run later. A folder with settings alone is a run only if none lies below it."""
+        """The run folders by id; none in an empty root, which may become a run later. A root with settings but no log
+        is a run only if none lies below it."""
         root, alone = str(self.root), {self.root.name or "run": str(self.root)}
         if is_file(self.root / LOG):
             return alone
         return found_runs(root) or (alone if is_file(self.root / CONFIG) else {})
 
     def known(self) -> list[WatchedRun]:
-        """As of the last refresh."""
+        """The runs as of the last refresh."""
         return list(self._runs.values())
 
     def all(self) -> list[WatchedRun]:

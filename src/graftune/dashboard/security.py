@@ -115,7 +115,7 @@ def _is_navigation(request: Request) -> bool:
 
 
 def _limited(receive: Receive) -> Receive:
-    """At most `LARGEST_BODY` bytes of the body, whatever its header says: then the client counts as disconnected."""
+    """Receive at most `LARGEST_BODY` bytes of the body, whatever its header says; then report a disconnected client."""
     seen = 0
 
     async def limited() -> Message:

@@ -37,7 +37,7 @@ class Page:
 
     @property
     def address(self) -> str:
-        """With the token, if there is one: shown to the user only."""
+        """The page's address, with the token if there is one: shown to the user only."""
         name = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host  # noqa: S104 (compared)
         name = f"[{name}]" if ":" in name else name
         return f"http://{name}:{self.port}/" + (f"?token={self._token}" if self._token else "")

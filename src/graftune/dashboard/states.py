@@ -78,7 +78,7 @@ def state_of(folder: Path, log: RunSummary, holder: LockOwner | None) -> RunStat
 
 
 def _ended(folder: Path, log: RunSummary) -> RunStatus:
-    """By the log's last event. Only a run that completed its steps or stopped early is finished."""
+    """The state by the log's last event. Only a run that completed its steps or stopped early is finished."""
     stopped, done = one_line(str(log.end.get("stopped")), longest=60), _done(log)
     if stopped == "finished":
         return RunStatus("finished", f"finished at {done}{_best(log)}")

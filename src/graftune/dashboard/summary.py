@@ -13,7 +13,7 @@ from graftune.observe.events import Event, number, parsed, step_of, whole
 
 STEP = b'{"event": "step", '  # how EventLog begins a step
 FIELDS = ("event", "time", "step", "loss", "tok_s", "examples", "encoded", "stopped", "signal")  # that are shown
-MOST_EVALS = 5000  # losses that are kept, the lowest
+MOST_EVALS = 5000  # evaluations that are kept, those with the lowest loss
 
 
 class RunSummary(LineReader):
@@ -96,5 +96,5 @@ class RunSummary(LineReader):
 
 
 def _shown(event: Event) -> Event:
-    """The list holds these fields of all runs in memory."""
+    """The fields of an event that the list of runs keeps in memory."""
     return {name: event[name] for name in FIELDS if isinstance(event.get(name), str | int | float)}

@@ -35,7 +35,7 @@ class CacheSize(NamedTuple):
 
     per_sequence: int
     per_token: dict[int, int]  # by window
-    most_per_token: int  # if every layer kept as much as the largest
+    most_per_token: int  # of all layers, if each kept as much as the largest one
 
     @staticmethod
     def of(spec: ModelSpec, dtype: torch.dtype) -> CacheSize:
@@ -45,7 +45,7 @@ class CacheSize(NamedTuple):
             per_sequence, most = per_sequence + one.per_sequence * count, max(most, one.per_token)
             if one.per_token:
                 per_token[one.window] = per_token.get(one.window, 0) + one.per_token * count
-        # Where no layer keeps anything per token: as much as the residual stream has.
+        # Where no layer keeps anything per token, each counts as much as the residual stream.
         return CacheSize(per_sequence, per_token, (most or spec.width * dtype.itemsize) * len(spec.layers))
 
 
@@ -56,12 +56,12 @@ class Request(NamedTuple):
 
     @property
     def cached(self) -> int:
-        """Tokens that are read before the first one is drawn: the last one of the prompt is a sample's own."""
+        """Prompt tokens in the cache before the first draw: all but the last, which each sample reads itself."""
         return self.prompt - 1
 
     @property
     def first_own(self) -> int:
-        """The first page that each sample has by itself."""
+        """The index of the first page that each sample has to itself."""
         return self.cached // PAGE if self.samples > 1 else 0
 
 
@@ -80,7 +80,7 @@ def shared_pages(request: Request, window: int) -> int:
 
 
 class CacheShape(NamedTuple):
-    """Everything that the memory of a cache follows from."""
+    """Everything that determines the memory of a cache."""
 
     places: int  # sequences that are continued together
     pages: Mapping[int, int]  # by window, without page 0
@@ -88,8 +88,8 @@ class CacheShape(NamedTuple):
 
     @staticmethod
     def of(size: CacheSize, requests: Sequence[Request], budget: float, most: int = MOST_PLACES) -> CacheShape:
-        """For as many samples at once as fit the bytes of `budget`, at least one and no more than `most`: the ones that
-        need the most."""
+        """The shape for as many samples at once as fit into `budget` bytes, at least one and no more than `most`,
+        counting those that need the most memory."""
         needs = [
             {w: own_pages(one, w) + (0 if number else shared_pages(one, w)) for w in size.per_token}
             for one in requests
@@ -123,8 +123,8 @@ class CacheShape(NamedTuple):
         return CacheShape(max(self.places, other.places), pages, max(self.width, other.width))
 
     def rounded_up(self) -> CacheShape:
-        """With pages up to a power of two: a chat that grows with every turn outgrows its cache a few times only, and
-        every new cache needs new graphs."""
+        """With page counts rounded up to powers of two: a chat that grows with every turn then outgrows its cache only
+        a few times, and every new cache needs new graphs."""
         pages = {window: launch.power_of_two(count) for window, count in self.pages.items()}
         return CacheShape(self.places, pages, launch.power_of_two(self.width))
 
@@ -134,7 +134,8 @@ class CacheShape(NamedTuple):
 
 
 class Cache:
-    """States have a slot for every place and one more, which keeps those of a prompt with waiting samples."""
+    """The tensors of a cache, and its free pages. States have a slot for every place and a spare one, which keeps those
+    of a prompt with waiting samples."""
 
     def __init__(self, spec: ModelSpec, shape: CacheShape, device: torch.device, dtype: torch.dtype):
         self.shape, self.device = shape, device
@@ -166,7 +167,7 @@ class Cache:
             self.free[window] += some
 
     def write_tables(self, places: Sequence[int], lines: Sequence[Pages]) -> None:
-        """The pages of the sequences at these places, in order."""
+        """Write the page tables of the sequences at these places. `lines`: the pages of each, in order."""
         if not places:
             return
         at = launch.uploaded(places, self.device)
@@ -196,14 +197,14 @@ class Cache:
 
 
 def line_of(request: Request, window: int, shared: Sequence[int], own: Sequence[int]) -> list[int]:
-    """The pages of a sample in order, from those of its prompt and its own."""
+    """A sample's line of the page table: the shared pages of its prompt, then its own."""
     first, total = request.first_own, ceil_div(request.final, PAGE)
     return [shared[i % len(shared)] for i in range(first)] + [own[i % len(own)] for i in range(total - first)]
 
 
 class Prefill:
-    """A pass over packed pieces of prompts, which fills the cache. `slots`: of each piece; `before`: its tokens that
-    are in the cache already, for none of them or for all; `finals`: the length that its sequence can grow to."""
+    """A pass over packed pieces of prompts, which fills the cache. For each piece, `slots`: its slot; `before`: tokens
+    before it that are in the cache (0 for all pieces or for none); `finals`: the length its sequence can grow to."""
 
     def __init__(
         self, cache: Cache, slots: Sequence[int], before: Sequence[int], lengths: Sequence[int], finals: Sequence[int],

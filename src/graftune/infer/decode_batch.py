@@ -63,14 +63,14 @@ class DecodeBatch:
         return next(size for size in self.sizes if size >= sequences) if self.ahead else sequences
 
     def begin(self, sampling: Sampling, stops: Sequence[int], adapted: bool) -> None:
-        """Settings of the rounds to come."""
+        """Set the sampling settings of the following rounds."""
         self.mode, self.adapted = sampling.mode, adapted
         self.settings.fill_(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed)
         self.stops.copy_(launch.uploaded([*stops, *[-1] * (STOPS - len(stops))], self.device))
         self.live.zero_()
 
     def start(self, places: Sequence[int], numbers: Sequence[tuple[int, int, int, int]]) -> None:
-        """New sequences: the token to read next, how many are in the cache, the last length, the sample's number."""
+        """Start sequences; `numbers` of each: next token to read, tokens in the cache, final length, sample number."""
         at = launch.uploaded(places, self.device)
         flat = [number for kind in zip(*numbers, strict=True) for number in kind]
         self.numbers.index_copy_(1, at, launch.uploaded(flat, self.device).view(4, -1))
@@ -80,7 +80,7 @@ class DecodeBatch:
         self.live[place : place + 1].zero_()
 
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Sequences from one place to another."""
+        """Move sequences between places: pairs of (from, to)."""
         source, target = launch.uploaded([one[side] for side in (0, 1) for one in pairs], self.device).view(2, -1)
         self.numbers.index_copy_(1, target, self.numbers.index_select(1, source))
         self.live.index_copy_(0, target, self.live.index_select(0, source))
@@ -91,7 +91,7 @@ class DecodeBatch:
 
     @torch.no_grad()
     def read(self, pieces: Sequence[Piece]) -> None:
-        """A pass over pieces of prompts, none of which has a past or all of which have."""
+        """Run a pass over pieces of prompts, of which none or all have earlier tokens in the cache."""
         lengths, last = [len(piece.tokens) for piece in pieces], sum(len(piece.tokens) for piece in pieces) - 1
         slots, starts, finals = zip(*((piece.slot, piece.start, piece.final) for piece in pieces), strict=True)
         pass_ = Prefill(self.cache, slots, starts, lengths, finals, self.backend)
@@ -101,7 +101,8 @@ class DecodeBatch:
         self.decoder.bundles.restore_first_blocks()
 
     def rounds(self, replay: Callable[[], None], count: int, size: int) -> DrawnRounds:
-        """Queue so many rounds over the first places, and the copy of what they draw. `replay` runs `round`."""
+        """Queue `count` rounds over the first `size` places, and the copy of their tokens to the host. `replay` runs
+        `round`."""
         self.line.zero_()
         self.decoder.bundles.restore_first_blocks()  # training or evaluation may have run since the last round
         for _ in range(count):
@@ -114,7 +115,7 @@ class DecodeBatch:
 
     @torch.no_grad()
     def round(self, size: int, mode: str, adapted: bool) -> None:
-        """The next token of the first places. Kernels do not read `bound`, so a graph may keep any."""
+        """Draw the next token of the first `size` places. Kernels do not read `bound`, so any value can be captured."""
         decoder, live = self.decoder, self.live[:size]
         tokens, lengths, finals, samples = self.numbers[:, :size]
         at = torch.where(live, lengths, 0)
@@ -130,7 +131,7 @@ class DecodeBatch:
 
 
 def passes(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Prompts cut into pieces, and packed into passes: first the beginnings of all of them, then what is left."""
+    """Cut prompts into pieces and pack these into passes: first the beginnings of all prompts, then the rest."""
     first, later = list[Piece](), list[Piece]()
     for piece in pieces:
         for start in range(0, len(piece.tokens), caches.CHUNK):

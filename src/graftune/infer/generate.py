@@ -1,13 +1,13 @@
 """Continues many prompts: waiting samples take the places of those that have ended, so that a batch never runs for its
 slowest sequence alone.
 
-A prompt is read once, however many samples it has (all but its last token, which every sample reads as its first own
-one, so that the first token of a sample is drawn like all others). The samples share its whole pages and copy the last
-one and the states. A sample's random numbers follow from the seed and its own number and position: it is the same in
-any batch.
+A prompt is read once, however many samples it has (all but its last token, which every sample reads itself, so that its
+first token is drawn like all others). The samples share the pages that the prompt fills, and copy the partly filled
+last one and the states. A sample's random numbers follow from the seed, its number and the position, so that a sample
+is the same in any batch.
 
-The host looks at what was drawn every few rounds, and one block of rounds later than it was queued: on CUDA it never
-waits for a round that the device could run meanwhile. On a CPU it looks after every round.
+On CUDA the host reads the tokens of a block of rounds after it has queued the next block, so that the device never
+waits for the host. On a CPU it reads after every round.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from graftune.kernels import draw
 from graftune.kernels.paged_attention import PAGE
 from graftune.model.decoder import Decoder
 
-SHORT = 128  # new tokens of a call whose rounds all have the same size
+SHORT = 128  # in calls of at most this many new tokens, all rounds compute the same number of places
 
 
 class Token(NamedTuple):
@@ -62,7 +62,7 @@ class Running:
     place: int
     pages: Pages  # its own
     left: int  # tokens that it can still draw
-    queued: int = 0  # rounds that it takes part in and that the host has not looked at
+    queued: int = 0  # queued rounds whose tokens the host has not read
 
 
 class Sampler:
@@ -78,7 +78,7 @@ class Sampler:
         self.waiting: deque[Prompt] = deque()
         self.running: dict[int, Running] = {}  # by place
         self.busy = False
-        self.least = 0  # sequences that a round computes at least, whether they have ended or not
+        self.least = 0  # the fewest sequences that a round computes, whether they have ended or not
 
     def rounds(
         self,
@@ -92,8 +92,7 @@ class Sampler:
     ) -> Iterator[dict[int, list[Token]]]:
         """Yields new tokens, {prompt: tokens}, until every prompt has ended; a stop token is a prompt's last. Equal
         prompts that follow each other are samples of one prompt. One that the caller adds to `ended` between two yields
-        gets no more. `numbers`: the number of each sample, from which and the seed its random numbers follow; else 0,
-        1, 2 ..."""
+        gets no more. `numbers`: one per sample (default 0, 1, 2 ...); it and the seed determine the random numbers."""
         stops = sorted(set(stop_ids) | set(sampling.stop_ids))
         if len(stops) > STOPS:
             raise GraftuneError(f"there are {len(stops)} stop tokens", fix=f"give at most {STOPS}")
@@ -101,7 +100,7 @@ class Sampler:
         self.busy, numbers = True, numbers or range(len(prompts))
         try:
             self.batch.begin(sampling, stops, adapted)
-            # It follows from the call alone: the arithmetic of a round may depend on its size in the last bits.
+            # Depends on the call alone, because a round's size may change the last bits of its results.
             self.least = min(len(prompts), self.shape.places) if sampling.max_new_tokens <= SHORT else 0
             self.waiting.extend(prompts_of(prompts, requests_of(self.decoder, prompts, sampling.max_new_tokens)))
             yield from self._continue(set(stops), numbers, ended)
@@ -202,7 +201,7 @@ class Sampler:
         return {w: [pages[i % len(pages)] for i in range(count)] for w, pages in shared.items()}
 
     def _share(self, started: Sequence[Running], leaders: dict[int, Running]) -> None:
-        """Copy what samples of one prompt cannot share: the states, and the page that the prompt has begun."""
+        """Copy what samples of one prompt cannot share: the states, and the page that the prompt fills partly."""
         slots, pages = list[tuple[int, int]](), {window: list[tuple[int, int]]() for window in self.cache.tables}
         empty = [one.place for one in started if not one.prompt.request.cached]
         if empty:
@@ -224,7 +223,7 @@ class Sampler:
             one.prompt.was_read = True
 
     def _queue(self, wanted: int) -> DrawnRounds:
-        """Queue a block of rounds, of which no sample can use more than `wanted`."""
+        """Queue a block of rounds, no more than `wanted`, which is the most that any sample can use."""
         count = min(ROUNDS if self.batch.ahead else 1, wanted)
         for one in self.running.values():
             one.queued += count
@@ -237,7 +236,7 @@ class Sampler:
         return self.batch.size_for(max(len(self.running), self.least if self.batch.ahead else 0))
 
     def queue_rounds(self, count: int, size: int, bound: int) -> DrawnRounds:
-        """Over the first `size` places; no sequence has more keys than `bound` in the last of the rounds."""
+        """Queue `count` rounds over the first `size` places. No sequence has more than `bound` keys in the last one."""
         key = size, self.batch.mode, self.batch.adapted
         if key not in self.graphs:
             work = functools.partial(self.batch.round, *key)
@@ -247,7 +246,7 @@ class Sampler:
         return self.batch.rounds(self.graphs[key], count, size)
 
     def _look(self, block: DrawnRounds, owners: dict[int, Running], stops: set[int]) -> dict[int, list[Token]]:
-        """What a block has drawn. Samples that have ended leave their places."""
+        """Wait for a block of rounds and return its new tokens by sample. Frees the places of samples that ended."""
         block.arrived.synchronize()
         fresh: dict[int, list[Token]] = {}
         rounds = block.drawn.tolist()
@@ -272,7 +271,7 @@ class Sampler:
 
 
 def requests_of(decoder: Decoder, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Request]:
-    """Equal prompts that follow each other are one request."""
+    """The requests for the cache: one per prompt, and one for equal prompts that follow each other."""
     found, positions = list[Request](), decoder.spec.max_positions
     for index, prompt in enumerate(prompts):
         if not 0 < len(prompt) < positions:
@@ -300,8 +299,8 @@ def sampler_for(
     kept: Sampler | None = None,
     planned: CacheShape | None = None,
 ) -> Sampler:
-    """`kept` if its cache is large enough and free; else a new one, at least as large where the budget allows. With a
-    `planned` shape every call has that one, as long as it holds each of the samples."""
+    """`kept` if its cache is large enough and free; else a new one, at least as large where the budget allows. A
+    `planned` shape is used for every call in which each sample fits it."""
     size = CacheSize.of(decoder.spec, decoder.compute)
     use_planned = planned is not None and planned.holds(requests)
     shape = planned if planned is not None and use_planned else CacheShape.of(size, requests, budget)

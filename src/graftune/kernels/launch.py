@@ -150,7 +150,7 @@ def _about(device: torch.device) -> rehearsal.Device | None:
 
 
 def uploaded(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64 on the device. The host does not wait for it: the copy is from pinned memory."""
+    """Copies integers to the device as int64, from pinned memory, so that the host does not wait."""
     made = torch.tensor(values, dtype=torch.int64)
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 

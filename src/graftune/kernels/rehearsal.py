@@ -1,15 +1,15 @@
-"""What a rehearsal tells the code that it runs.
+"""Describes the device to code that the memory plan rehearses, and reports the owners of allocations to the plan.
 
-The memory plan runs a step on torch's meta tensors, which have a shape and no memory. The code is the run's own, and
-nothing of it, or of torch, is replaced. What such a tensor cannot tell is asked here: which device it stands for, what
-that device is like, and what a library would take there. Outside a rehearsal there is no `current` one, every question
-is answered by torch, and the hooks below do nothing.
+The memory plan runs a step on torch's meta tensors, which have a shape and no memory. It runs the code of a real step;
+nothing in it, or in torch, is replaced. That code asks this module what a meta tensor lacks: which device it stands
+for, the properties of that device, and what a library would allocate there. Outside a rehearsal `current()` is None,
+launch.py asks torch instead, and the hooks below do nothing.
 
-    device    the facts of the device that is rehearsed, which may be elsewhere
+    device    the properties of the rehearsed device, which may be in another machine
     owned     names the owner of what is allocated inside
     give      names another owner for tensors that exist
     few       of many equal pieces of work the first two and the last, which show the same peak
-    cached    tables that are kept per device: a rehearsal begins without them, and leaves none of its own behind
+    cached    tables that are kept per device: a rehearsal begins without them, and drops its own when it ends
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import torch
 from graftune.arithmetic import ceil_div
 
 MOST_RUNS = 8
-WORKSPACES, SAVED, LOGITS = "workspaces", "saved activations", "logits"  # owners that code below the plan names
-META = torch.device("meta", 0)  # with a number, so that a copy to it is seen even where the tensor is a meta tensor
+WORKSPACES, SAVED, LOGITS = "workspaces", "saved activations", "logits"  # owners that code outside the plan names
+META = torch.device("meta", 0)  # with an index, so that the plan sees a copy to it even of a tensor on "meta"
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -36,18 +36,18 @@ Launched = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], None]  # kernel
 
 @dataclass(frozen=True)
 class Device:
-    """What meta tensors stand for."""
+    """The device that meta tensors stand for."""
 
     kind: str  # cuda | cpu
     name: str = ""
     capability: tuple[int, int] = (0, 0)
     processors: int = 0
     cache: int = 0  # bytes
-    here: bool = True  # else its libraries are taken to be installed
+    here: bool = True  # False: in another machine, where libraries are assumed to be installed
 
 
 class Rehearsal:
-    """The answers. The plan's own kind follows allocations by owner; this one only describes a device."""
+    """Describes a device. The plan's subclass also counts allocations by owner."""
 
     def __init__(
         self,
@@ -57,10 +57,10 @@ class Rehearsal:
     ):
         self.device = device
         self.launched = launched  # called for every Triton kernel that would have been launched
-        self.libraries = libraries or {}  # what a library allocates by itself, by the name of the call
+        self.libraries = libraries or {}  # functions that return the bytes a library allocates, by the call's name
 
     def kind_of(self, tensor: torch.Tensor) -> str:
-        """The kind of device that a meta tensor stands for memory of."""
+        """The kind of device whose memory a meta tensor stands for."""
         return self.device.kind
 
     def owned(self, owner: str) -> AbstractContextManager[None]:
@@ -71,7 +71,7 @@ class Rehearsal:
     def uncounted(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    reads_all = False  # every row of a weight is read, as a quantiser wants it, in fewer and larger pieces
+    reads_all = False  # True: `few_runs` covers every row of a weight, as a quantiser reads it, in fewer, larger pieces
 
 
 @dataclass
@@ -88,13 +88,13 @@ def current() -> Rehearsal | None:
 
 
 def device() -> Device | None:
-    """What meta tensors stand for; None outside a rehearsal."""
+    """The device that meta tensors stand for; None outside a rehearsal."""
     return None if _state.current is None else _state.current.device
 
 
 @contextmanager
 def rehearsing(rehearsal: Rehearsal) -> Iterator[None]:
-    """Tables that were kept so far are put aside meanwhile: what is made is seen, whoever ran before."""
+    """Makes `rehearsal` current. Cached tables are put aside meanwhile, so that it always counts the making of them."""
     before, _state.current = _state.current, rehearsal
     kept = [dict(cache) for cache in _state.caches]
     try:
@@ -105,7 +105,7 @@ def rehearsing(rehearsal: Rehearsal) -> Iterator[None]:
         _state.current = before
         for cache in _state.caches:
             cache.clear()
-        for cache, had in zip(_state.caches, kept, strict=False):  # one that came later has nothing to get back
+        for cache, had in zip(_state.caches, kept, strict=False):  # a cache that was added meanwhile stays empty
             cache.update(had)
 
 
@@ -114,13 +114,13 @@ def owned(owner: str) -> AbstractContextManager[None]:
 
 
 def workspace(size: int, device: torch.device) -> torch.Tensor:
-    """So many bytes for a library to work in."""
+    """Allocates `size` bytes for a library to work in."""
     with owned(WORKSPACES):
         return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def give(owner: str, *held: Any) -> None:
-    """`held`: tensors, or sequences of them at any depth; other things are passed over."""
+    """Names another owner for `held`: tensors, or sequences of them at any depth; anything else is ignored."""
     if _state.current is not None:
         _state.current.give(owner, list(_tensors(held)))
 
@@ -134,7 +134,7 @@ def _tensors(held: Any) -> Iterator[torch.Tensor]:
 
 
 def library_bytes(call: str, *about: Any) -> int:
-    """What a library's call would allocate, by the rehearsal's table."""
+    """The bytes that a library's call would allocate, by the rehearsal's table."""
     assert _state.current is not None, f"{call} on meta tensors outside a rehearsal"
     return _state.current.libraries[call](*about)
 
@@ -144,7 +144,7 @@ def few(pieces: list[T]) -> list[T]:
 
 
 def few_runs(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """`few`, or, where all rows are to be read, at most eight runs of them."""
+    """`few`; or, with `reads_all`, at most MOST_RUNS runs that cover all rows."""
     if _state.current is None or not _state.current.reads_all:
         return few(runs)
     rows = runs[-1][1] if runs else 0
@@ -153,15 +153,15 @@ def few_runs(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def kept() -> dict[Any, Any]:
-    """A cache of what was made for devices: empty when a rehearsal begins, and as it was when it ends."""
+    """Makes a cache for objects on devices, which is emptied when a rehearsal begins and restored when it ends."""
     cache: dict[Any, Any] = {}
     _state.caches.append(cache)
     return cache
 
 
 def cached(make: Callable[P, T]) -> Callable[P, T]:
-    """`functools.cache` for tables on a device. One without arguments, a constant of the host, is made once for good
-    and uncounted."""
+    """`functools.cache` for tables on a device. A function without arguments makes a constant on the host, which is
+    kept through rehearsals and not counted."""
     constant = not inspect.signature(make).parameters
     made: dict[Any, T] = {} if constant else kept()
 

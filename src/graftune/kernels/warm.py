@@ -40,7 +40,7 @@ class Pointer:
 
 
 class Warming:
-    """Call it with every kernel that will be launched (it is a `rehearsal.Launched`)."""
+    """Compiles kernels in threads. It is called with every kernel that will be launched (`rehearsal.Launched`)."""
 
     def __init__(self, device: torch.device, threads: int = 0):
         self.device = device

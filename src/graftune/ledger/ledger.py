@@ -63,7 +63,7 @@ class Availability:
 
 
 class Ledger:
-    """`warn` receives a sentence when the file was damaged."""
+    """The file of reservations, shared by all runs of a machine. `warn` gets a sentence when the file was damaged."""
 
     def __init__(self, folder: str | os.PathLike[str], *, warn: Callable[[str], None] = lambda _: None):
         self.folder, self.warn = Path(folder), warn
@@ -76,7 +76,7 @@ class Ledger:
             pass
 
     def reservations(self) -> list[Reservation]:
-        """Those of live processes, the holders before the queue. Writes nothing."""
+        """The reservations of live processes, the holders before the queue. Writes nothing."""
         return sorted(self._live(), key=lambda one: (one.device, not one.granted, one.ticket))
 
     def available(self, device: str, memory: Memory, *, share: float = SHARE, group: str = "") -> Availability:
@@ -107,7 +107,8 @@ class Ledger:
             ) from None
 
     def _live(self, *, repair: bool = False) -> list[Reservation]:
-        """`repair`: a file that cannot be read is moved aside; otherwise that raises GraftuneError."""
+        """The reservations of live processes. `repair`: move aside a file that cannot be read; otherwise that raises
+        GraftuneError."""
         try:
             found = [read_reservation(one) for one in read_json(self.path)]
         except (FileNotFoundError, NotADirectoryError):
@@ -171,7 +172,7 @@ class Claim:
     def wait(
         self, memory: Callable[[], Memory], seconds: float, waiting: Callable[[Availability], None] = lambda _: None
     ) -> Availability:
-        """Until the claim is granted or `seconds` have passed; then it leaves the queue. `waiting` is called after
+        """Try until the claim is granted or `seconds` have passed; then leave the queue. `waiting` is called after
         every attempt that failed."""
         limit, pause = time.monotonic() + seconds, FIRST_WAIT
         try:
@@ -248,8 +249,8 @@ def _available(reservations: list[Reservation], mine: Reservation, memory: Memor
 
 
 def _ticket(reservations: list[Reservation], group: str) -> int:
-    """A run keeps the ticket of its first claim: its later ones must not wait for a run that waits for the first.
-    Times, taken under the lock, are in order also after the file was lost."""
+    """The place in the queue of a run's claim. A run keeps the ticket of its first claim: later ones must not wait for
+    a run that waits for the first. Tickets are times, taken under the lock, in order also after the file was lost."""
     return min((one.ticket for one in reservations if one.group == group), default=time.monotonic_ns())
 
 

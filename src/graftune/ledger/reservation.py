@@ -23,12 +23,12 @@ from graftune.io.lock import machine, process_start
 HOST = "host"  # the device name of runs on the CPU: the machine's memory
 LEASE = 60.0  # seconds after its last heartbeat until the reservation of an invisible process expires
 LONGEST_TEXT = 200
-MOST = {"int": 1 << 62, "float": 1 << 35}  # the second in seconds, up to the year 3058: localtime takes it
+MOST = {"int": 1 << 62, "float": 1 << 35}  # the float is in seconds, up to the year 3058, which localtime accepts
 
 
 @dataclass(frozen=True)
 class Reservation:
-    """`granted`: the memory is reserved; otherwise the process waits for it."""
+    """Memory that a process has reserved (`granted`), or waits for in the queue."""
 
     id: str
     group: str  # the run; its ranks and its claims on several devices share one place in the queue

@@ -48,11 +48,11 @@ __all__ = [
 
 class LossRow(NamedTuple):
     make: Callable[..., Loss]
-    # Those that it uses, as arguments of `make` (but for reference_pass); others are refused if they are set.
+    # The settings that the loss uses, arguments of `make` except for reference_pass. Others are refused if set.
     settings: tuple[str, ...] = ()
-    beta: float = 0.0  # unless it is set
-    lr: float | None = None  # unless it is set; None: by the size of the model (settings/auto.py)
-    clip_high: float = 0.0  # unless it is set
+    beta: float = 0.0  # default of the setting
+    lr: float | None = None  # default of the setting; None: by the size of the model (settings/auto.py)
+    clip_high: float = 0.0  # default of the setting
 
 
 _BETA, _LR = 0.1, 1e-5

@@ -1,4 +1,4 @@
-"""Sums over whole answers, from the log-probabilities of their tokens: what preference losses are functions of.
+"""Sums over whole answers, from the log-probabilities of their tokens: the inputs of preference losses.
 
 An answer is a document of the packed batch. Its rows are summed by `index_add` into one number per document, in fixed
 shapes; documents that are padding have no trained tokens. Nothing is divided by the number of tokens unless a loss says

@@ -39,10 +39,10 @@ from graftune.model.context import PassContext
 from graftune.model.decoder import Decoder
 from graftune.model.head import Output
 
-# The loss is divided by the sum of weights: a weight is a token's share in the step, not a factor of the step's size.
-# Stored log-probabilities of a reference model, under a name of its own: a batch that has those of the base is also
-# read by losses that compare with the start, or with nothing.
+# Fields of stored log-probabilities, with one name per reference model, so that a batch with those of the base can also
+# be given to losses that compare with the start, or with nothing.
 _STORED = {"base": "base_log_probs", "start": "start_log_probs"}
+# The loss is divided by the sum of weights: a weight is a token's share in the step, not a factor of the step's size.
 WEIGHTED = BatchLayout(fields=(Field("weights", torch.float32, weights_of),), shares=weight_sums_of)
 
 
@@ -95,8 +95,8 @@ class Loss(ABC):
         return WEIGHTED if has_weights(examples) else PLAIN
 
     def layout(self, examples: Sequence[Example]) -> BatchLayout:
-        """`fields_of` with what does not depend on the formula. Refuses data of another kind, and weights that
-        `fields_of` does not read."""
+        """`fields_of`, plus groups and stored log-probabilities of the reference, which do not depend on the formula.
+        Refuses data of another kind, and weights that `fields_of` does not read."""
         self.check_kind(kind_of(examples))
         layout = self.fields_of(examples)
         if has_weights(examples) and weights_of not in [field.read for field in layout.fields]:
@@ -156,7 +156,8 @@ class Loss(ABC):
 
 
 def checked(loss: Loss, found: Computed, rows: torch.Tensor, *, need_grad: bool = True) -> Computed:
-    """What a loss returned, refused in one sentence if the step cannot use it. `rows`: the output's."""
+    """Check what a loss returned, and raise an error if the step cannot use it. `rows`: the output's rows, whose shape
+    the gradient must have."""
     name, count = type(loss).__name__, loss.sums
     if not isinstance(found, tuple) or len(found) != 3:
         what, fix = f"returned {_kind(found)}", "return Computed(total, grad, figures)"

@@ -153,7 +153,7 @@ def _tokens(batch: PackedBatch) -> torch.Tensor:
 
 
 def _numbers(held: Sequence[Example], name: str) -> np.ndarray:
-    """One number per token; a single number is that of all tokens of its answer."""
+    """One number per token; a single number applies to all tokens of its answer."""
     each = [np.broadcast_to(np.asarray(one.numbers[name], np.float32), len(one.tokens)) for one in held]
     return np.concatenate(each)
 

@@ -23,12 +23,12 @@ from graftune.kernels.augmented_weight import Adapters
 from graftune.kernels.lora_linear import Copy, LowRank
 from graftune.model.frozen.interface import Augmented
 
-TAIL = 64  # numbers behind the gradients for the sums of a step
+TAIL = 64  # numbers after the gradients for the sums of a step
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One trainable tensor: its name as PEFT writes it (behind the model's prefix), its place and its layer."""
+    """One trainable tensor: its name as PEFT writes it (without the model's prefix), its place and its layer."""
 
     name: str
     shape: tuple[int, ...]
@@ -66,13 +66,13 @@ class Arena:
     compute_dtype: torch.dtype
     weights: torch.Tensor = field(init=False)
     grads: torch.Tensor = field(init=False)
-    sums: torch.Tensor = field(init=False)  # the gradients, and TAIL numbers behind them that add up with them
+    sums: torch.Tensor = field(init=False)  # the gradients, followed by TAIL numbers that are summed with them
     m: torch.Tensor = field(init=False)
     v: torch.Tensor = field(init=False)
     compute: torch.Tensor = field(init=False)
     copies: list[Copy] = field(default_factory=list)
     followers: list[Callable[[], None]] = field(default_factory=list)  # called when `publish` has copied
-    own_bytes: int = 0  # of what is kept beside the flat buffers
+    own_bytes: int = 0  # of tensors beside the flat buffers
 
     def __post_init__(self) -> None:
         size = max((slot.stop for slot in self.slots.values()), default=0)
@@ -97,7 +97,7 @@ class Arena:
         return "embed_tokens.weight" in self.slots
 
     def span(self, first: str, last: str) -> slice:
-        """The run of the buffers from one slot to another."""
+        """The range of the flat buffers from slot `first` to slot `last`."""
         return slice(self.slots[first].start, self.slots[last].stop)
 
     def view(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
@@ -105,7 +105,7 @@ class Arena:
         return buffer[slot.start : slot.stop].view(slot.shape)
 
     def publish(self, cast: bool = True) -> None:
-        """Bring what products read up to date after the weights have changed (`cast`: the flat copy too)."""
+        """Update the copies that products read after the weights have changed (`cast`: the flat copy too)."""
         if cast and self.compute is not self.weights:
             self.compute.copy_(self.weights)
         lora_linear.spread(self.copies, self._tables)
@@ -118,7 +118,7 @@ class Arena:
         return max((slot.stop for slot in self.slots.values() if slot.decay), default=0)
 
     def segments(self, mode: str) -> list[list[slice]]:
-        """What is clipped together: everything, or each layer by itself (what has no layer is one more segment)."""
+        """The slices that are clipped together: everything, or each layer (slots without a layer are one segment)."""
         if mode == "global":
             return [[slice(0, len(self.weights))]]
         runs: dict[int, list[slice]] = {}
@@ -134,11 +134,11 @@ class Arena:
 class Start:
     """A snapshot of the trained weights at the start of the run: the reference of a loss that continues an adapter.
 
-    Held are two flat fp32 buffers beside the arena's: the values of the start, and a place for today's while a forward
+    It holds two flat fp32 buffers beside the arena's: the values of the start, and the current ones while a forward
     pass reads the start's. Products read views into the arena and copies of it beside the weights, whose addresses a
-    captured step has fixed; so values are exchanged, not addresses: four copies of the arena and two of what is
-    published of it, a hundredth of a forward pass. Rejected: a second set of adapters in every projection, which all
-    kinds of weights, their kernels and the plan would have to know."""
+    captured step has fixed; so values are exchanged, not addresses: that takes four copies of the arena and two calls
+    of `publish`, a hundredth of a forward pass. Rejected: a second set of adapters in every projection, which all
+    kinds of weights, their kernels and the plan would have to support."""
 
     def __init__(self, arena: Arena):
         self.arena = arena

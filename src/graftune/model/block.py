@@ -1,9 +1,9 @@
 """One layer: a list of branches of the residual stream, most often a mixer and a feed-forward.
 
-A branch is what all parts have in common: a norm before the part, behind it or both, a scale on what it adds to the
-stream, and the add itself. The add is left to the norm that reads the sum, which saves a pass: a branch takes the
-stream x and what is still to be added to it, y, and returns both for the next branch. The backward keeps the stream as
-the branch read it and what the part saves; norms are recomputed, which costs little.
+A branch holds what all parts have in common: a norm before the part, after it or both, a scale on its output, and the
+residual add. The add is left to the norm that reads the sum, which saves a pass over memory: a branch takes the
+stream x and what is still to be added to it, y, and returns both for the next branch. The forward saves the stream as
+the branch read it and what the part saves; the backward recomputes norms, which costs little.
 
 Legend: T tokens, R rows that predict something, D width.
 """
@@ -24,8 +24,8 @@ from graftune.model.projection import Normed, Projection, ReadyGrad, augmented_b
 
 @dataclass
 class Stream:
-    """The residual stream x and what is still to be added to it. A block replaces both in place: no caller keeps an
-    earlier stream alive."""
+    """The residual stream x and what is still to be added to it. A block replaces both fields, so that no caller keeps
+    an earlier stream alive."""
 
     x: torch.Tensor  # [T, D]
     pending: torch.Tensor | None = None
@@ -44,10 +44,10 @@ class Stream:
 
 @dataclass
 class StreamGrad:
-    """The stream's gradient in the backward. A block replaces it in place, as it does with `Stream`."""
+    """The stream's gradient in the backward. A block replaces both fields, as it does with `Stream`."""
 
     grad: torch.Tensor | None  # [T, D + adapter columns]; None: nothing below trains
-    ready: ReadyGrad | None = None  # the same in the form that the projection below multiplies
+    ready: ReadyGrad | None = None  # `grad` in the form that the projection below multiplies, if that made one
 
     def expand(self, rows: torch.Tensor, tokens: int, width: int) -> None:
         """Undo `Stream.select`: the other rows have no gradient."""
@@ -60,7 +60,7 @@ class BranchSaved(NamedTuple):
     x: torch.Tensor  # [T, D], the stream as the part read it
     rstd: torch.Tensor  # [T] fp32, of the norm before the part; empty without one
     part: Any  # what the part saves: a NamedTuple of its own
-    out: torch.Tensor | None  # [T, D], what the norm behind the part read; None without one
+    out: torch.Tensor | None  # [T, D], the input of the norm after the part; None without one
     out_rstd: torch.Tensor | None  # [T] fp32
 
 
@@ -68,7 +68,7 @@ class ParallelSaved(NamedTuple):
     """What a branch of several parts keeps for its backward."""
 
     parts: tuple[BranchSaved, ...]
-    out: torch.Tensor | None  # [T, D], the sum that the norm behind the parts read; None without one
+    out: torch.Tensor | None  # [T, D], the sum that the norm after the parts read; None without one
     out_rstd: torch.Tensor | None  # [T] fp32
 
     @property
@@ -126,12 +126,12 @@ class Branch(_Adds):
 
     @property
     def output_projection(self) -> Projection | None:
-        """The part's last projection, if its dY is the stream's gradient as it is."""
+        """The part's last projection, if its dY is the stream's gradient (there is no norm or scale in between)."""
         return self.part.last if self._plain else None
 
     @property
     def adapter_columns(self) -> int:
-        """Columns that the stream's gradient has beside it, for the part's last projection."""
+        """Adapter columns that the buffer of the stream's gradient needs for the part's last projection."""
         return 0 if self.part.last is None else self.part.last.adapter_columns
 
     def forward(
@@ -146,8 +146,8 @@ class Branch(_Adds):
         return entry.x, y, BranchSaved(entry.x, entry.rstd, saved, read, rstd)
 
     def recompute(self, x: torch.Tensor, y: torch.Tensor | None, ctx: PassContext) -> BranchSaved:
-        """What `forward` saves, for the last branch of a block: what it adds is not needed again, so a part may leave
-        out its last product, unless a norm reads that."""
+        """Recompute what `forward` saves, for the last branch of a block: its output is not needed again, so a part may
+        skip its last product, unless a norm reads that."""
         if self.out_norm is not None:
             return self.forward(x, y, ctx)[2]
         entry = self._input(x, y, ctx)
@@ -158,10 +158,10 @@ class Branch(_Adds):
         self, grad: torch.Tensor, ready: ReadyGrad | None, saved: BranchSaved, ctx: PassContext,
         projection_below: Projection | None, need_input: bool = True, added: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, ReadyGrad | None]:  # fmt: skip
-        """The stream's gradient after the branch, in a buffer with adapter columns and perhaps `ready` for the part's
-        last projection -> both before the branch, unless no input's gradient is needed. `projection_below` wrote the
-        stream before this branch. `added`: the gradient [T, D] of what the branch adds, where that is not the
-        stream's."""
+        """The stream's gradient after the branch -> the one before it, or None where the input needs no gradient.
+        `grad` has adapter columns for the part's last projection; `ready`: the same gradient in the form that this
+        projection multiplies. `projection_below` wrote the stream before this branch. `added`: the gradient [T, D] of
+        the branch's output, where it is not the stream's."""
         read = self._saved_input(saved, ctx)
         need_input = need_input or (self.norm is not None and self.norm.grad is not None)
         grad_out = grad
@@ -170,7 +170,7 @@ class Branch(_Adds):
             grad_out = augmented_buffer(grad, len(grad), width, self.adapter_columns)
             self._added_backward(grad[:, :width] if added is None else added, saved, ctx, grad_out[:, :width])
         held = [saved.part]
-        del saved  # so that the part can release each tensor behind its last use
+        del saved  # so that the part can release each tensor after its last use
         grad_read = self.part.backward(grad_out, ready, read, held.pop(), ctx, need_input)
         if grad_read is None:
             return None, None
@@ -197,9 +197,9 @@ class Branch(_Adds):
         ctx: PassContext,
         projection_below: Projection | None,
     ) -> tuple[torch.Tensor, ReadyGrad | None]:
-        """The stream's gradient plus what came through the part: in place, or in a new buffer while weight gradients on
-        other streams still read it. It is dY of the projection that wrote the stream before, which may want it ready
-        to multiply."""
+        """Add the part's input gradient to the stream's gradient: in place, or in a new buffer while weight gradients
+        on other CUDA streams still read the old one. The sum is dY of `projection_below`, which may also return it in
+        the form that it multiplies."""
         width = read.x.shape[1]
         after = grad if ctx.side_streams is None else augmented_buffer(grad, len(grad), width, grad.shape[1] - width)
         if self.norm is None:
@@ -231,7 +231,7 @@ class ParallelBranch(_Adds):
     def forward(
         self, x: torch.Tensor, y: torch.Tensor | None, ctx: PassContext
     ) -> tuple[torch.Tensor, torch.Tensor, ParallelSaved]:
-        """As of `Branch`. The first part's norm makes the sum x + y, which the others read."""
+        """As `Branch.forward`. The first part's norm computes the sum x + y, which the other parts read."""
         total, saved = None, []
         for branch in self.branches:
             x, out, kept = branch.forward(x, y, ctx)
@@ -254,7 +254,7 @@ class ParallelBranch(_Adds):
         self, grad: torch.Tensor, ready: ReadyGrad | None, saved: ParallelSaved, ctx: PassContext,
         projection_below: Projection | None, need_input: bool = True,
     ) -> tuple[torch.Tensor | None, ReadyGrad | None]:  # fmt: skip
-        """As of `Branch`. Each part's share is added to the stream's gradient, so the gradient of the sum is a copy."""
+        """As `Branch.backward`. The parts add to the stream's gradient in turn; they read the output's from a copy."""
         width = saved.x.shape[1]
         added = grad.new_empty(len(grad), width)
         self._added_backward(grad[:, :width], saved, ctx, added)
@@ -276,12 +276,12 @@ class ParallelBranch(_Adds):
 
 @dataclass
 class Block:
-    """A layer. Where only some rows are needed behind the last block, the branches behind its last mixer read only
-    those: a feed-forward works on every row by itself."""
+    """A layer. If only some rows are needed after the last block, its branches after its last mixer read only those: a
+    feed-forward works on every row by itself."""
 
     index: int
     branches: tuple[Branch | ParallelBranch, ...]
-    stream_scale: torch.Tensor | None = None  # [1], frozen: multiplies the stream behind the last branch
+    stream_scale: torch.Tensor | None = None  # [1], frozen: multiplies the stream after the last branch
 
     def __post_init__(self) -> None:
         mixing = [any(isinstance(part, Mixer) for part in branch.parts) for branch in self.branches]
@@ -310,11 +310,11 @@ class Block:
 
     @property
     def output_projection(self) -> Projection | None:
-        """The projection whose dY is the gradient of the stream behind this block, as it is."""
+        """The projection whose dY is the gradient of the stream after this block, if there is one."""
         return self.branches[-1].output_projection if self.stream_scale is None else None
 
     def forward(self, stream: Stream, ctx: PassContext, rows: torch.Tensor | None = None) -> list[Any]:
-        """Replaces the stream; returns what each branch saves. `rows`: the only rows that are needed behind it."""
+        """Replaces the stream; returns what each branch saves. `rows`: the only rows needed after the block."""
         saved = [self._through(number, stream, ctx, rows) for number in range(len(self.branches))]
         self._select(stream, len(self.branches), rows)
         if self.stream_scale is not None:
@@ -322,7 +322,7 @@ class Block:
         return saved
 
     def recompute(self, x: torch.Tensor, ctx: PassContext, rows: torch.Tensor | None = None) -> list[Any]:
-        """What `forward` saves, computed again from the block's input."""
+        """Recomputes what `forward` saves from the block's input."""
         stream, last = Stream(x), len(self.branches) - 1
         del x
         saved = [self._through(number, stream, ctx, rows) for number in range(last)]
@@ -330,7 +330,7 @@ class Block:
         return [*saved, self.branches[last].recompute(stream.x, stream.pending, self._ctx(last, ctx, rows))]
 
     def _through(self, number: int, stream: Stream, ctx: PassContext, rows: torch.Tensor | None) -> Any:
-        """One branch: replaces the stream, returns what the branch saves."""
+        """Runs one branch: replaces the stream, returns what the branch saves."""
         self._select(stream, number, rows)
         own = self._ctx(number, ctx, rows)
         stream.x, stream.pending, saved = self.branches[number].forward(stream.x, stream.pending, own)
@@ -349,7 +349,7 @@ class Block:
         self, stream: StreamGrad, saved: list[Any], ctx: PassContext, rows: torch.Tensor | None,
         projection_below: Projection | None, need_input: bool,
     ) -> None:  # fmt: skip
-        """Replaces the stream's gradient behind the block by that before it, and empties `saved`. `projection_below`
+        """Replaces the stream's gradient after the block by the one before it, and empties `saved`. `projection_below`
         wrote the stream before this block; `need_input`: something below trains."""
         width = saved[0].x.shape[1]
         self._scale_grad(stream, ctx, width)
@@ -368,7 +368,7 @@ class Block:
             )
 
     def _select(self, stream: Stream, number: int, rows: torch.Tensor | None) -> None:
-        """Before branch `number`: drop all rows but these behind the last branch that has a mixer."""
+        """Drop all rows but these before branch `number`, if it is the first one after the last mixer."""
         if rows is not None and number == self.mixing:
             spans.operation("response rows")
             stream.select(rows)
@@ -377,7 +377,7 @@ class Block:
         return ctx if rows is None or number < self.mixing else ctx.of_rows(rows)
 
     def _scale_grad(self, stream: StreamGrad, ctx: PassContext, width: int) -> None:
-        """In a new buffer while weight gradients on other streams still read the old one."""
+        """Apply the stream's scale, in a new buffer while weight gradients on other CUDA streams read the old one."""
         if self.stream_scale is not None and stream.grad is not None:
             grad = stream.grad
             after = augmented_buffer(grad, len(grad), width, grad.shape[1] - width) if ctx.side_streams else grad

@@ -134,7 +134,7 @@ class Bundle:
 class Buffer:
     flat: torch.Tensor
     holds: Key | None = None
-    arrived: Any = None  # the event behind the last fetch, until the stream of the pass has waited for it
+    arrived: Any = None  # the event recorded after the last fetch, until the stream of the pass has waited for it
 
 
 class Bundles:
@@ -144,10 +144,10 @@ class Bundles:
     def __init__(self, storage: BundleStorage, device: torch.device):
         self.storage, self.device = storage, device
         self.bundles: dict[Key, Bundle] = {}
-        self.buffers: dict[Key, Buffer] = {}  # by the bundle; shared
+        self.buffers: dict[Key, Buffer] = {}  # by the bundle's key; several bundles share a buffer
         self.side = graph.stream("weights", device)
         self.pending: deque[tuple[Buffer, torch.Tensor, torch.Tensor]] = deque()  # pieces of a table to fetch
-        self.at_once = 1
+        self.at_once = 1  # pieces of a table that are sent after each block
 
     @property
     def collective(self) -> bool:
@@ -187,7 +187,7 @@ class Bundles:
                 self.buffers[key] = buffer
                 self.bundles[key].attach(flat)
         most = max((len(self.bundles[key].sizes) for key in tables), default=0)
-        self.at_once = max(1, ceil_div(2 * most, max(1, len(blocks))))  # so that a table arrives half-way
+        self.at_once = max(1, ceil_div(2 * most, max(1, len(blocks))))  # a table arrives after half the blocks
 
     # In a pass
 

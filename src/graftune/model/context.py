@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from graftune.model.layer_inputs import LayerInputs
 
 
-Copy = tuple[torch.Tensor, torch.Tensor]  # from these, to these: indices of the same number
+Copy = tuple[torch.Tensor, torch.Tensor]  # (source, target): index tensors of equal length
 
 
 class LayerCache:
@@ -31,12 +31,12 @@ class LayerCache:
         self.states = states
 
     def copy_(self, slots: Copy, rows: Mapping[int, Copy]) -> None:
-        """Copy the states of slots; and the rows that layers with a window (0: none) keep."""
+        """Copy the states of slots, and rows of keys and values, given by the layer's window (0: none)."""
         for held in self.states:
             held.index_copy_(0, slots[1], held.index_select(0, slots[0]))
 
     def clear_(self, slots: torch.Tensor) -> None:
-        """Make slots those of sequences that have no past."""
+        """Zero the states of slots, for sequences that have no past."""
         for held in self.states:
             held.index_fill_(0, slots, 0.0)
 
@@ -50,7 +50,7 @@ class Past(Protocol):
 
     @property
     def slots(self) -> torch.Tensor:
-        """Of packed documents, [S]; with one new token a sequence they are 0, 1, 2 ..."""
+        """The slots of packed documents, [S]; with one new token a sequence they are 0, 1, 2 ..."""
 
     @property
     def new(self) -> bool:
@@ -60,7 +60,7 @@ class Past(Protocol):
         """The keys of layers with this window."""
 
     def columns(self, reach: int) -> Columns:
-        """How packed documents are joined with as many columns before them, of a convolution."""
+        """The indices that join packed documents with `reach` kept columns of a convolution before each."""
 
 
 class Sequences(Protocol):
@@ -73,17 +73,17 @@ class Sequences(Protocol):
 
     @property
     def backend(self) -> str:
-        """Of attention over packed documents."""
+        """The backend of attention over packed documents."""
 
     @property
     def past(self) -> Past | None:
-        """Where generation keeps what it has read; None in training."""
+        """The past of the sequences, in generation; None in training."""
 
     def final_lengths(self, positions: torch.Tensor) -> torch.Tensor:
         """How long the document of each token is, or will be: [T]."""
 
 
-MICRO_BATCHES = 4096  # of a step at most
+MICRO_BATCHES = 4096  # upper bound for a step
 
 
 def micro_batch_id(step: int, micro_batch: int) -> int:
@@ -159,15 +159,15 @@ class PassContext:
     adapted: bool = True
     dropout: Dropout | None = None
     side_streams: SideStreams | None = None
-    # What a layer's mixer stores for later layers of the same pass, by its layer: keys and values that several layers
-    # share. It stays until the backward has finished, where the later layers, which come first, store its gradients.
+    # Keys and values that several layers share, by the layer whose mixer made them. They stay until the backward has
+    # finished; in it, the later layers come first and add the gradients of these keys and values to `shared_grads`.
     shared: dict[int, Any] = field(default_factory=dict, init=False)
     shared_grads: dict[int, Any] = field(default_factory=dict, init=False)
     layer_inputs: LayerInputs | None = field(default=None, init=False)  # set by the decoder's forward
     # The embeddings [T, D] that a norm read, and its rstd [T], where the backward needs them.
     embedded: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)
-    rows: torch.Tensor | None = field(default=None, init=False)  # the tokens that the stream's rows are; None: all
-    # Nothing is saved but the inputs of blocks: what a part would save is released as early as possible.
+    rows: torch.Tensor | None = field(default=None, init=False)  # the indices of the stream's tokens; None: all
+    # Whether only the inputs of blocks are saved: parts then release their tensors as early as possible.
     inputs_only: bool = field(default=False, init=False)
     routing: RoutingPass | None = field(default=None, init=False)  # None: routers are not observed
 

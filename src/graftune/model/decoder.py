@@ -52,7 +52,8 @@ class Decoder:
         dropout: Dropout | None = None,
         side_streams: SideStreams | None = None,
     ) -> PassContext:
-        """What the blocks share in one forward: rotary tables, which tokens belong together, adapters on or off."""
+        """The context that the blocks of one pass share: rotary tables, which tokens belong together, adapters on or
+        off."""
         tables, documents, past = [], sequences.documents, sequences.past
         bound = None if documents is None or (past is not None and not past.new) else documents.longest
         for kind in self.ropes:
@@ -90,7 +91,7 @@ class Decoder:
         self, tokens: torch.Tensor, ctx: PassContext, rows: torch.Tensor | None = None, tape: Tape | None = None
     ) -> Stream:
         """tokens [T] -> the last block's output, all rows [T, D] or only the given ones [R, D], which are selected
-        behind the last mixer. `tape` keeps what `backward` needs."""
+        after the last mixer. `tape` keeps what `backward` needs."""
         self.bundles.begin()
         ctx.inputs_only = tape is None or tape.inputs_only
         stream = Stream(self.embed(tokens, ctx, save=tape is not None and self._embedding_trains))
@@ -109,10 +110,10 @@ class Decoder:
     def backward(
         self, grad: torch.Tensor, tokens: torch.Tensor, ctx: PassContext, rows: torch.Tensor, tape: Tape
     ) -> None:
-        """The gradient that `Output.backward` gave of the rows -> every trained weight has its gradient added."""
+        """Adds the gradients of all trained weights. `grad`: what `Output.backward` returned for the rows."""
         stream = StreamGrad(grad)
         del grad
-        ctx.inputs_only, ctx.routing = False, None  # choices that are made again are not observed again
+        ctx.inputs_only, ctx.routing = False, None  # routing that is recomputed is not counted again
         embedding_trains = self._embedding_trains
         self.bundles.leave(HEAD, following=EMBEDDING)
         for block in reversed(self.blocks):
@@ -121,7 +122,7 @@ class Decoder:
             self.bundles.enter(block.index)
             saved = tape.take(block, ctx, needed)
             spans.phase("backward", block.index)
-            # Nothing below the first block trains, most often: then its input's gradient is not computed.
+            # Usually nothing below the first block trains; then the gradient of its input is not computed.
             below = self.blocks[block.index - 1] if block.index else None
             projection_below = None if below is None else below.output_projection
             block.backward(stream, saved, ctx, needed, projection_below, below is not None or embedding_trains)
@@ -138,7 +139,7 @@ class Decoder:
         self.bundles.restore_first_blocks()
 
     def hidden(self, tokens: torch.Tensor, ctx: PassContext, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """The same without a backward: [T, D] or [R, D]."""
+        """The last block's output, as of `forward` but without a backward: [T, D] or [R, D]."""
         return self.forward(tokens, ctx, rows).total()
 
     @property
@@ -146,8 +147,8 @@ class Decoder:
         return self.added is not None or isinstance(self.embedding, Trained)
 
     def embed(self, tokens: torch.Tensor, ctx: PassContext, *, save: bool = False) -> torch.Tensor:
-        """Lookup in the base's table and, from its end on, in the rows of added tokens; scaled and normed as the family
-        has it. `save`: keep what the backward of the norm needs."""
+        """Looks tokens up in the base's table and, beyond its end, in the rows of added tokens; scales and norms them
+        as the family does. `save`: keep what the backward of the norm needs."""
         self.bundles.enter(EMBEDDING)
         with spans.covering("embedding"):
             x = self._lookup(tokens, ctx.adapted)
@@ -163,7 +164,7 @@ class Decoder:
 
     @property
     def _embedding_scale(self) -> float:
-        """Rounded to the compute dtype, as it was where these models were trained."""
+        """The scale of the embedding, rounded to the compute dtype as in the training of these models."""
         return float(torch.tensor(self.spec.embedding.scale, dtype=self.compute))
 
     def _lookup(self, tokens: torch.Tensor, adapted: bool) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """A projection over an FP8 weight: the kernels before it write the 8-bit codes that its product multiplies.
 
 Quantising x or dY in a pass of its own would read them once more (norms.py, gated.py and rotary.py of kernels/fp8 count
-the bytes). So norm, SwiGLU and rope are here in one kernel with the codes of what they compute, and the thin products
-of the adapters write their own codes behind those. Where the adapters read something else than the weight (dropout, or
-adapters off), and for attention's output, codes are made in a pass of their own.
+the bytes). So the kernels of norm, SwiGLU and rope also write the codes of their results, and the thin products of the
+adapters write their own codes after those. Where the adapters read something else than the weight (dropout, or adapters
+off), and for attention's output, codes are made in a pass of their own.
 
 Only this file, frozen/fp8.py and frozen/formats/fp8.py import FP8.
 """
@@ -22,7 +22,7 @@ from graftune.model.projection import Normed, Projection, ReadyGrad
 
 @dataclass(frozen=True)
 class GradCodes(ReadyGrad):
-    """dY times the weight's row scales, as codes, with columns behind them for the codes of g."""
+    """dY times the weight's row scales, as codes, with columns after them for the codes of g."""
 
     rows: Rows
 
@@ -106,7 +106,7 @@ class Fp8Projection(Projection):
     def forward(
         self, x: torch.Tensor, ctx: PassContext, *, wide: bool = False, h: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A `wide` product is like any other here: its gradient needs the columns of the codes."""
+        """`wide` is ignored: the adapter columns that the gradient needs are those of its codes."""
         if self._from_codes(ctx):
             return self.frozen.forward(x[:, : self.width_in])
         return super().forward(x, ctx, h=h)

@@ -22,7 +22,7 @@ from graftune.model.projection import augmented_buffer
 
 @dataclass
 class NewRows:
-    """Embedding or head rows of added tokens: trained, in the arena, behind the base's own vocabulary."""
+    """Embedding or head rows of added tokens: trained, in the arena, after the base's own vocabulary."""
 
     value: torch.Tensor  # [added, D], compute dtype
     grad: torch.Tensor  # fp32
@@ -31,11 +31,11 @@ class NewRows:
 
 @dataclass
 class Head:
-    """The LM head: the base's frozen rows and, behind them, the rows of added tokens."""
+    """The LM head: the base's frozen rows, followed by the rows of added tokens."""
 
     frozen: Frozen
     added: NewRows | None = None
-    # Where quantised weights are dequantised. The head needs no memory there: logits of a loss are written to it, if
+    # The buffer for dequantised weights. A dense head does not need it, so the logits of a loss are written to it, if
     # they fit, and are valid until the next product of a block.
     scratch: Scratch | None = None
 

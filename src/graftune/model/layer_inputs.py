@@ -3,9 +3,9 @@ embeddings.
 
     e = (norm(x W' / sqrt(D)) + sqrt(P) table[tokens]) / sqrt(2)      x: the embeddings of the tokens
 
-A layer reads its own P columns of e. (The norm is over these, and its epsilon times D stands for the division.)
-Table, projection and norm are frozen beside adapters, and e then needs no gradient; where every weight trains, the
-gradients of all layers' inputs are collected and passed on behind the last block.
+A layer reads its own P columns of e. (The norm is over these; multiplying its epsilon by D replaces the division by
+sqrt(D).) Table, projection and norm are frozen where adapters train, and e then needs no gradient; where every weight
+trains, the gradients of all layers' inputs are collected and passed on after the backward of all blocks.
 
 Legend: T tokens, D width, L layers, P width of a layer's input.
 """
@@ -73,7 +73,7 @@ class LayerInputMaker:
         return isinstance(self.table, Trained)
 
     def backward(self, grad: torch.Tensor, read: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """The gradient of the inputs [T, L P] -> that of x; adds those of the weights."""
+        """The gradient of the inputs [T, L P] -> the gradient of x; adds the gradients of the weights."""
         tokens, x, projected, rstd = read
         assert isinstance(self.table, Trained) and isinstance(self.projection, Trained)
         grad = grad.mul_(2**-0.5)
@@ -107,7 +107,7 @@ class LayerInputs:
             place.index_add_(0, rows, grad)
 
     def backward(self) -> torch.Tensor | None:
-        """The gradient of the embeddings, behind the backward of all layers; None: they do not train."""
+        """The gradient of the embeddings, after the backward of all layers; None: they do not train."""
         if self.grad is None or self.read is None:
             return None
         return self.maker.backward(self.grad, self.read)

@@ -6,7 +6,7 @@ A branch reads the stream x, computes one or several parts in parallel and adds 
 
 Most families have two branches, a mixer and a feed-forward, with one part each. Gemma 4 has layers with a dense MLP
 beside experts (two parallel parts with norms of their own and one norm over their sum), a third branch that reads a
-per-layer input, and a stored scalar that multiplies the whole stream behind the layer.
+per-layer input, and a stored scalar that multiplies the whole stream after the layer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from graftune.model.part import FeedForwardSpec, MixerSpec, PartSpec
 
 @dataclass(frozen=True)
 class NormSpec:
-    """An RMSNorm by its name behind `layers.N.`; a norm of the head by its whole name."""
+    """An RMSNorm. `name` is the part of its name after `layers.N.`, and the whole name of the head's norm."""
 
     name: str
     width: int
@@ -45,7 +45,7 @@ class BranchSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Layers of the same kind are equal."""
+    """The spec of a layer. Layers of the same kind have equal specs."""
 
     branches: tuple[BranchSpec, ...]
     stream_scale: str | None = None  # name of a stored scalar that multiplies the stream after the last branch
@@ -81,8 +81,8 @@ class LayerSpec:
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of everything that adapters may be attached to, by its path behind `layers.N.`; of a mixture,
-        of one expert."""
+        """(out, in) of each projection that adapters may be attached to, by its path after `layers.N.`; in a mixture,
+        those of one expert."""
         return {part.path(name): shape for part in self.parts for name, shape in part.projections.items()}
 
     def expand_target(self, target: str) -> tuple[str, ...]:
@@ -94,7 +94,7 @@ class LayerSpec:
 
     @property
     def weights(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor but the norms, by its name behind `layers.N.`."""
+        """The shape of every tensor but the norms, by its name after `layers.N.`."""
         found = {name: shape for part in self.parts for name, shape in part.weights.items()}
         return found if self.stream_scale is None else found | {self.stream_scale: (1,)}
 

@@ -66,7 +66,8 @@ def targets_of(spec: ModelSpec, config: LoraConfig) -> tuple[str, ...]:
 
 
 def _expert_projections(spec: ModelSpec, target: str) -> tuple[str, ...]:
-    """What PEFT's name for a parameter of experts stands for (experts.gate_up_proj); any other target stays."""
+    """The projections that PEFT's name for a parameter of experts stands for (such as experts.gate_up_proj); any other
+    target unchanged."""
     modules, _, name = target.rpartition(".")
     stem = modules or "experts"
     if stem.rpartition(".")[2] != "experts" or any(_ends_in(path, target) for path in spec.projections):
@@ -80,7 +81,7 @@ def _ends_in(path: str, target: str) -> bool:
 
 
 def target_names(spec: ModelSpec, paths: Collection[str]) -> tuple[str, ...]:
-    """The same projections as PEFT's configuration names them: by the last word wherever it means no others."""
+    """The names of these projections for PEFT's configuration: the last word, where no other projection has it."""
     chosen = [path for path in spec.projections if path in paths]
     matching = {path: [p for p in spec.projections if _ends_in(p, path.rpartition(".")[2])] for path in chosen}
     short = {path: path.rpartition(".")[2] for path in chosen if set(matching[path]) <= set(chosen)}

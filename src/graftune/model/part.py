@@ -1,9 +1,9 @@
 """The interface of a layer's parts: mixers (attention and the like) and feed-forwards.
 
 A part has two objects. Its spec states its tensors by name and shape, and which of them are projections that adapters
-may be attached to: the arena, the loader, exports and the plan ask the spec and contain no code for a kind of layer.
+may be attached to: the arena, the loader, exports and the plan use the spec and contain no code for a kind of layer.
 The part itself computes: forward, backward, what it saves and what it recomputes. block.py adds what all parts have in
-common: norms before and behind them and the residual stream.
+common: norms before and after them and the residual stream.
 
 To add a kind of layer, write both in one file of mixers/ or feed_forward/ and name it in spec.py (docs/extending.md).
 
@@ -32,7 +32,7 @@ Saved = TypeVar("Saved")
 
 @dataclass
 class NormWeight:
-    """A norm's weight, fp32. When it trains, `value` is a view into the arena and `frozen` what the base had."""
+    """A norm's weight, fp32. When it trains, `value` is a view into the arena and `frozen` is the base's weight."""
 
     value: torch.Tensor
     frozen: torch.Tensor
@@ -71,18 +71,18 @@ class AttentionShape(NamedTuple):
 
 
 class PartSpec:
-    """The tensors of a part. Names are Hugging Face's, behind `layers.N.` and the part's own module, `module`."""
+    """The tensors of a part. Names are Hugging Face's without the prefix `layers.N.` and the part's own `module`."""
 
     module: str  # "": none
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of everything that adapters may be attached to, the output's last."""
+        """(out, in) of each projection that adapters may be attached to; the output projection is the last."""
         raise NotImplementedError
 
     @property
     def groups(self) -> dict[str, tuple[str, ...]]:
-        """The projections that share an input, and are one product here."""
+        """The projections that share an input and are computed as one product, by the group's name."""
         raise NotImplementedError
 
     @property
@@ -96,22 +96,22 @@ class PartSpec:
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """What else there is, by its whole name behind `module`: frozen beside adapters."""
+        """All other tensors, by their whole names after `module`: frozen where only adapters train."""
         return {}
 
     def order_in(self, file: str, name: str) -> FileOrder | None:
-        """The order of a projection or another tensor, by the first word of its name, in a file of this kind ("folder":
-        Hugging Face's, "gguf"). None: as in the engine."""
+        """The order in which a file ("folder": Hugging Face's, or "gguf") stores a projection or another tensor, given
+        by the first word of its name. None: the engine's order."""
         return None
 
     def adapter_order_in(self, file: str, name: str) -> FileOrder | None:
-        """The same of an adapter's A or B, by its name behind `module`: B has the rows of its weight, A the columns."""
+        """The same for an adapter's A or B, by its name after `module`: B has the rows of its weight, A the columns."""
         order = self.order_in(file, name.partition(".")[0])
         return order if order is not None and name.endswith("AB"[1 - order.dim] + ".weight") else None
 
     @property
     def gguf_rows(self) -> dict[str, tuple[int, ...]]:
-        """The rows of each tensor of a GGUF that holds a part of a projection, where they are not equal."""
+        """The row counts of the GGUF tensors into which a projection is divided, where they are not equal."""
         return {}
 
     @property
@@ -140,16 +140,16 @@ class PartSpec:
 
     @property
     def active_values(self) -> int:
-        """Values of the projections that one token is multiplied with."""
+        """The number of weight values that one token is multiplied by."""
         return sum(math.prod(shape) for shape in self.products.values())
 
     @property
     def checks(self) -> dict[str, bool]:
-        """Whether each group of values may be a model's: a damaged file may claim anything."""
+        """Whether each group of values is possible in a model; a damaged file may state anything."""
         return {}
 
     def moved(self, places: Mapping[int, int]) -> PartSpec:
-        """The same part in a model whose layers have other numbers: `places` gives the new numbers of earlier ones."""
+        """The same part in a model with renumbered layers: `places` maps old numbers of earlier layers to new ones."""
         return self
 
     def norm_offset_of(self, name: str) -> float:
@@ -165,12 +165,12 @@ class PartSpec:
         raise NotImplementedError
 
     def start_of(self, name: str, generator: torch.Generator) -> torch.Tensor | None:
-        """What one of `tensors` begins with in a model that was never trained; None: Gaussian, as projections."""
+        """The initial value of one of `tensors` in a model that was never trained; None: Gaussian, as projections."""
         return None
 
     @property
     def weights(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of the base, norms apart, by its name behind `layers.N.`."""
+        """The shape of every tensor of the base except norms, by its name after `layers.N.`."""
         found: dict[str, tuple[int, ...]] = {}
         for name, shape in self.projections.items():
             found[f"{self.path(name)}.weight"] = shape
@@ -180,32 +180,32 @@ class PartSpec:
 
     @property
     def parameters(self) -> int:
-        """Of the matrices."""
+        """The number of parameters in matrices; vectors are not counted."""
         return sum(math.prod(shape) for shape in self.weights.values() if len(shape) > 1)
 
     @property
     def products(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of each product: what has to fit the scratch of a base that is dequantised for it."""
+        """(out, in) of each product: the size of its weight in the scratch, if the base is dequantised for products."""
         shapes = {name: [self.projections[member] for member in members] for name, members in self.groups.items()}
         return {name: (sum(out for out, _ in found), found[0][1]) for name, found in shapes.items()}
 
     def named(self, name: str) -> str:
-        """A tensor of the part behind `layers.N.`."""
+        """The name after `layers.N.` of one of the part's tensors."""
         return f"{self.module}.{name}" if self.module else name
 
     def own_name(self, name: str) -> str | None:
-        """The reverse, also of adapters; None: it is not in the part."""
+        """The reverse of `named`, also for adapters; None: the tensor is not in the part."""
         if self.module:
             return name.removeprefix(f"{self.module}.") if name.startswith(f"{self.module}.") else None
         own = {each.partition(".")[0] for each in (*self.tensors, *map(self.path, self.projections))}
         return name if name.partition(".")[0] in own else None
 
     def path(self, projection: str) -> str:
-        """A projection behind `layers.N.`. Its name alone may occur in several parts of a layer."""
+        """The path of a projection after `layers.N.`. Its name alone may occur in several parts of a layer."""
         return self.named(projection)
 
     def adapters(self, targets: Collection[str], rank: int, dropout: float) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Name, behind `layers.N.`, and shape of every A and B on the paths `targets`, in the arena's order: the A's of
+        """Name, after `layers.N.`, and shape of every A and B on the paths `targets`, in the arena's order: the A's of
         a group together, so that the stacked A is a view."""
         for members in self.groups.values():
             adapted = [member for member in members if self.path(member) in targets]
@@ -216,7 +216,7 @@ class PartSpec:
 
 
 class CacheBytes(NamedTuple):
-    per_sequence: int  # however long it is
+    per_sequence: int  # independent of its length
     per_token: int
     window: int = 0  # tokens that are kept at most, beside those of a pass; 0: all
 
@@ -225,12 +225,12 @@ class MixerSpec(PartSpec):
     def new_cache(
         self, slots: int, rows: Mapping[int, int], device: torch.device, dtype: torch.dtype
     ) -> LayerCache | None:
-        """What generation keeps of a layer's past, for so many slots and, by window, rows of keys and values. None: the
-        layer keeps nothing, because it reads what another layer keeps."""
+        """The cache in which generation keeps a layer's past: states of `slots` sequences, and rows[window] rows of
+        keys and values. None: the layer has no cache of its own, because it reads another layer's."""
         raise NotImplementedError
 
     def cache_bytes(self, dtype: torch.dtype) -> CacheBytes:
-        """What `new_cache` takes of memory for a slot and for a row."""
+        """The memory that `new_cache` allocates for each slot and for each row."""
         raise NotImplementedError
 
 
@@ -247,7 +247,7 @@ class PartPlacer(Protocol):
         """A group's weight and the adapters on it."""
 
     def experts(self, group: str) -> ExpertProjection:
-        """The same weight of every expert, and the adapters on it."""
+        """The weights of all experts for one parameter, and the adapters on them."""
 
     def bias(self, group: str) -> Bias:
         """The biases of a group's members that have one (`biased`)."""
@@ -258,14 +258,14 @@ class PartPlacer(Protocol):
         """The weight of a norm that has none: ones, which never train."""
 
     def rope(self, spec: RopeSpec) -> int:
-        """Which of the pass's rotary tables are those of a rope."""
+        """The index of a rope's tables in PassContext.tables."""
 
     def tensor(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One of the spec's `tensors`, in fp32, and its gradient where every weight trains."""
 
 
 class SavedInput(NamedTuple):
-    """A part's input as its backward finds it: the residual stream behind the add, and the norm before the part."""
+    """A part's input as saved for the backward: the residual stream after the add, and the norm before the part."""
 
     x: torch.Tensor  # [T, D]
     rstd: torch.Tensor  # [T] fp32, empty without a norm
@@ -281,13 +281,13 @@ class SavedInput(NamedTuple):
         return PartInput(self.x, None, self.weight, self.eps, ctx)
 
     def tensor(self) -> torch.Tensor:
-        """What the part read, [T, D]."""
+        """The input of the part's forward, [T, D]; recomputes the norm."""
         return self.x if self.normed is None else self.normed.of(self.x)
 
 
 class PartInput:
-    """The input of a part in the forward: norm(x + y), or the plain sum where the family has no norm there. The part
-    asks once, for a product of it or for the tensor; `x` then is the sum, in the memory of y, and `rstd` the norm's."""
+    """The input of a part in the forward: norm(x + y), or the plain sum where the family has no norm there. A part
+    calls `product` or `tensor`, once; after that, `x` is the sum, in the memory of y, and `rstd` is the norm's."""
 
     def __init__(
         self, x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor | None, eps: float, ctx: PassContext
@@ -326,8 +326,8 @@ class PartInput:
 
 
 class Part(Generic[Saved]):
-    """A mixer or a feed-forward: a dataclass whose fields include its projections, the output's last. `Saved` is a
-    NamedTuple of tensors: what its backward needs beside its input."""
+    """A mixer or a feed-forward: a dataclass whose fields include its projections, the output projection last. `Saved`
+    is a NamedTuple of tensors: what its backward needs beside its input."""
 
     @cached_property
     def projections(self) -> tuple[Projection, ...]:
@@ -355,12 +355,12 @@ class Part(Generic[Saved]):
         ctx: PassContext,
         need_input: bool,
     ) -> torch.Tensor | None:
-        """The gradient of the output, in a gradient buffer of `last` (`ready`: also in the form that `last` multiplies)
-        -> that of the input, if needed. Gradients of adapters are added to the arena's."""
+        """The output's gradient -> the input's gradient, or None if it is not needed. `grad` is a gradient buffer of
+        `last`; `ready`: the same in the form that `last` multiplies. Adds gradients of adapters to the arena's."""
         raise NotImplementedError
 
     def drop_recomputable(self, saved: Saved) -> Saved:
-        """What the policy `selective` saves: not what is large and cheap to recompute."""
+        """What the policy `selective` keeps: `saved` without the tensors that are large and cheap to recompute."""
         return saved
 
     def recompute_dropped(self, saved: Saved, read: SavedInput, ctx: PassContext) -> Saved:
@@ -369,7 +369,7 @@ class Part(Generic[Saved]):
 
 class Mixer(Part[Saved]):
     """Moves information between the tokens of a document; `ctx.sequences` says which tokens those are. Its `forward`
-    also serves generation: where there is a cache, it reads and writes its layer's."""
+    also serves generation: if there is a cache, it reads and writes the layer's entry."""
 
 
 class FeedForward(Part[Saved]):

@@ -32,7 +32,7 @@ from graftune.model.arena import LoraGroup
 from graftune.model.context import PassContext
 from graftune.model.frozen import Augmented, Frozen, Trained, row_stride
 
-# From so many tokens, or values of dY, g and dB are computed in one pass over dY; below, dB runs beside attention.
+# From LONG tokens or WIDE values of dY on, g and dB are computed in one pass over dY; below, dB runs beside attention.
 LONG, WIDE = 2048, 12_000_000
 
 
@@ -117,14 +117,14 @@ class Projection:
     def act_backward(
         self, grad_act: torch.Tensor, gate_up: torch.Tensor, ctx: PassContext, kind: str = "silu"
     ) -> tuple[torch.Tensor, torch.Tensor, ReadyGrad | None]:
-        """Runs swiglu.backward; returns our gradient buffer, the activation, and `ready` for `backward`."""
+        """Runs swiglu.backward; returns the projection's gradient buffer, the activation, `ready` for `backward`."""
         grad, act = self._act_buffers(grad_act, gate_up)
         swiglu.backward(grad_act, gate_up[:, : self.width_out], grad[:, : self.width_out], act, kind)
         return grad, act, None
 
     def _act_buffers(self, grad_act: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """For `act_backward`'s results. The kernels work value by value, so they overwrite gate_up, a wide product
-        of ours, and grad_act."""
+        """The buffers for `act_backward`'s results. The GPU kernels work value by value, so they overwrite gate_up, a
+        `wide` product of this projection, and grad_act."""
         if launch.fused(gate_up):
             return gate_up, grad_act
         return self.grad_buffer(gate_up, len(gate_up)), torch.empty_like(grad_act)
@@ -138,8 +138,8 @@ class Projection:
         out: torch.Tensor,
         ctx: PassContext,
     ) -> ReadyGrad | None:
-        """Runs rms_norm.add_backward into `out`, our gradient buffer, for a norm that is not trained; returns `ready`
-        for `backward`."""
+        """Runs rms_norm.add_backward into `out`, the projection's gradient buffer, for a norm that is not trained;
+        returns `ready` for `backward`."""
         rms_norm.add_backward(grad_y, x, *normed, residual, None, out[:, : self.width_out])
         return None
 
@@ -151,16 +151,16 @@ class Projection:
         heads: tuple[int, int, int],
         ctx: PassContext,
     ) -> ReadyGrad | None:
-        """Runs rope.finish_backward into `out`, our gradient buffer, where q and k have no norm; returns `ready` for
-        `backward`."""
+        """Runs rope.finish_backward into `out`, the projection's gradient buffer, where q and k have no norm; returns
+        `ready` for `backward`."""
         rope.finish_backward(grads, out[:, : self.width_out], *tables, heads, out.new_empty(0))
         return None
 
     def forward(
         self, x: torch.Tensor, ctx: PassContext, *, wide: bool = False, h: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Turns an input buffer into y, and h for the backward. A `wide` y comes with the adapter columns that its
-        gradient will need; an `h` from an earlier forward is not computed again."""
+        """Computes y from an input buffer, and h for the backward. A `wide` y has the adapter columns that its gradient
+        will need; an `h` from an earlier forward is not computed again."""
         spans.product(self.name)
         plain = x[:, : self.width_in]
         if self.lora is None or not ctx.adapted:
@@ -193,7 +193,7 @@ class Projection:
         need_input: bool = True,
         ready: ReadyGrad | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Turns a gradient buffer into dX, if needed, and g for `accumulate_grad`; adds dB. `ready`: the result of
+        """Computes dX, if needed, and g for `accumulate_grad` from a gradient buffer; adds dB. `ready`: the result of
         `act_backward`, `norm_backward` or `rope_backward`."""
         spans.product(self.name)
         grad_y, lora = grad[:, : self.width_out], self.lora

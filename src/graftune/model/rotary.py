@@ -91,7 +91,8 @@ class Rope(NamedTuple):
 
 
 def inverse_frequencies(width: int, theta: float, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
-    """(1/frequency [H/2] in fp32, attention factor that multiplies cos and sin); longrope's for short texts."""
+    """(inverse frequencies [width / 2] in fp32, attention factor that multiplies cos and sin); for longrope, those of
+    short texts."""
     frequencies, attention = _scaled(width, theta, scaling)
     return (frequencies / torch.tensor(scaling.divisors) if scaling.divisors else frequencies), attention
 

@@ -1,7 +1,7 @@
 """The spec of a decoder: an embedding, a tuple of layer specs and a head.
 
 Each layer's mixer and feed-forward have their own sizes, so that layers may differ in anything. The files of
-model/families/ make a spec out of a Hugging Face configuration or GGUF metadata; everything else asks the spec.
+model/families/ make a spec out of a Hugging Face configuration or GGUF metadata; everything else reads the spec.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class ModelSpec:
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """The paths, behind `layers.N.`, of all that adapters may be attached to."""
+        """The paths, after `layers.N.`, of all projections that adapters may be attached to."""
         return tuple(dict.fromkeys(name for kind in self.kinds for name in kind.projections))
 
     @property
@@ -106,7 +106,7 @@ class ModelSpec:
         return inputs + self.vocab * self.width * (1 if self.tied else 2)
 
     def wrong(self) -> str | None:
-        """Names the first group of values that no model has: a damaged file may claim anything."""
+        """Names the first group of values that no model has (a damaged file may state anything); None: all are fine."""
         norms = [self.head.norm, *(norm for kind in self.kinds for norm in kind.norms)]
         scales = [branch.scale for kind in self.kinds for branch in kind.branches]
         scales += [self.embedding.scale, self.head.logit_scale]
@@ -120,13 +120,13 @@ class ModelSpec:
         return next((name for name, fine in checks if not fine), None)
 
     def part_of(self, name: str) -> tuple[PartSpec | None, str]:
-        """The part that contains a tensor or adapter, given by our name, and the name there. None: no layer's part."""
+        """The part that contains a tensor or adapter, given by our name, and its name there. None: no layer's part."""
         first, _, rest = name.partition(".")
         number, _, rest = rest.partition(".")
         if first != "layers" or not number.isdecimal() or int(number) >= len(self.layers):
             return None, name
         found = [(part, inner) for part in self.layers[int(number)].parts if (inner := part.own_name(rest)) is not None]
-        # One may be inside another's module.
+        # A part's module may be inside another part's module: take the innermost.
         return max(found, key=lambda each: len(each[0].module), default=(None, name))
 
     @cached_property
@@ -143,8 +143,8 @@ class ModelSpec:
         return self._norm_offsets.get(name.removesuffix(".weight"), 0.0)
 
     def only(self, layers: Sequence[int]) -> ModelSpec:
-        """A model made of these layers of this one, in this order. A layer that uses the keys of another needs that one
-        before it."""
+        """A model made of these layers of this one, in this order. A layer that uses the keys of another layer needs
+        that layer before it."""
         places: dict[int, int] = {}
         chosen = []
         for place, index in enumerate(layers):

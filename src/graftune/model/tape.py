@@ -7,7 +7,7 @@
     offload     as full, and the inputs wait in pinned host memory; copies run on a stream of their own, one block ahead
 
 The tape is explicit instead of autograd's: it states what is kept, releases it as soon as it is used, and is the only
-place that knows a policy. It asks the branches of a block and contains no code for a kind of part.
+place that depends on the policy. It calls the branches of a block and contains no code for a kind of part.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SaveAll:
 
 
 class DropRecomputable(SaveAll):
-    """`selective`."""
+    """The tape of the policy `selective`."""
 
     def keep(self, block: Block, saved: list[Any]) -> None:
         super().keep(block, block.drop_recomputable(saved))
@@ -68,7 +68,7 @@ class DropRecomputable(SaveAll):
 
 @dataclass
 class SaveBlockInputs:
-    """`full`."""
+    """The tape of the policy `full`."""
 
     kept: list[torch.Tensor] = field(default_factory=list)
     inputs_only = True

@@ -90,7 +90,7 @@ class Console:
         self._write(self._err, f"warning: {without_secrets(text)}", style="yellow")
 
     def fail(self, text: str) -> None:
-        """Why the process ends now. Removes the progress bar."""
+        """Print why the process ends now, and remove the progress bar."""
         with self._bar_hidden():
             self._bar = None
             self._failures.write(f"graftune: {one_line(text, longest=2000)}\n")
@@ -103,7 +103,7 @@ class Console:
         self._write(self._results, text)
 
     def stream(self, text: str) -> None:
-        """A piece of an answer, without a newline, flushed."""
+        """Write a piece of an answer, without a newline, and flush."""
         with self._surviving(stream := self._results):
             stream.write(printable(text))
             stream.flush()
@@ -228,7 +228,7 @@ class Console:
         self._write(self._err, text)
 
     def _write(self, stream: TextIO, text: str, style: str = "") -> None:
-        """A line or several, whose control characters are made visible."""
+        """Write a line or several, with control characters made visible."""
         text = printable(text)
         with self._surviving(stream), self._bar_hidden():
             if style and stream.isatty():

@@ -2,8 +2,8 @@
 
 The first and the last step keep their values. The steps between them are divided into buckets, and each bucket gives
 its lowest and its highest value, in the order in which they occur. An average would hide the one step that went wrong,
-and every n-th step would find it by luck only. A smoothed line has to follow the average of all steps, which the
-extremes do not tell: it gets the mean of each bucket.
+and taking every n-th step would find it only by luck. The smoothed curve has to follow the average of all steps, which
+the extremes do not show, so it gets the mean of each bucket.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def downsampled(
 
 
 def numbers(column: np.ndarray) -> list[float | None]:
-    """As JSON: null for NaN and infinity."""
+    """The values for JSON: None for NaN and infinity."""
     return [value if math.isfinite(value) else None for value in column.tolist()]
 
 

@@ -52,7 +52,7 @@ LARGEST, LONGEST = 4 << 30, 64 << 20  # bytes of a log (ten million steps have f
 # Fields of a step that are no curve of it; every other number is one, whichever loss or reward reports it.
 NOT_CURVES = ("event", "time", "step", "epoch", "tokens", "response_tokens", "micro_batches", "tflops", "host_idle")
 MOST_CURVES = 64
-_NUMBERS = ("loss", "lr", "grad_norm", "tok_s")  # of steps and evaluations, where whoever reads them computes
+_NUMBERS = ("loss", "lr", "grad_norm", "tok_s")  # fields of steps and evaluations that readers compute with
 
 
 class EventLog:

@@ -1,13 +1,13 @@
 """The profile of a step: its time by phase, layer and operation, as one document and as a Chrome trace.
 
 A sample is one profiled step, read from its timeline (spans.py) once the device is done with it. Samples may have been
-taken in turns, each with the operations of other layers. The time of all layers together is the mean over all
-samples; it is divided among the layers, and among their operations, as in the samples that saw them. Operations add up
-to their layer, layers to their phase, and phases to the part of the step that has an owner. Means are used because they
-add up; percentiles are given besides.
+taken in turns, each of which stamps the operations of different layers. The time of all layers together is the mean
+over all samples; it is divided among the layers, and among their operations, as in the samples that stamped them.
+Operations add up to their layer, layers to their phase, and phases to the part of the step that is attributed
+(`owned`). Means are used because they add up; percentiles are given besides.
 
-The time of a captured pass that was replayed several times in a step (micro-batches of one shape) is that of its last
-replay, as often as it was replayed: every replay records into the same events.
+For a captured pass that was replayed several times in a step (micro-batches of one shape), the time of its last replay
+counts once for every replay, because all replays record into the same events.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Span(NamedTuple):
     name: Name
     start: float  # milliseconds since the step began
     ms: float
-    times: int = 1  # that it stands for
+    times: int = 1  # replays that it stands for
 
 
 class Times(NamedTuple):
@@ -107,7 +107,7 @@ class Profile:
         return statistics.fmean(sample.total for sample in self.samples)
 
     def by_layer(self) -> dict[Place, float]:
-        """Milliseconds of a step."""
+        """Milliseconds of a step, by phase and layer."""
         found: dict[Place, float] = {}
         whole: dict[tuple[str, bool], float] = defaultdict(float)
         for sample in self.samples:
@@ -130,7 +130,8 @@ class Profile:
         return statistics.fmean(sample.places.get((phase, layer), 0.0) for sample in samples)
 
     def by_operation(self) -> dict[Name, Times]:
-        """Of one step; every layer divided among its operations as in the samples that saw them."""
+        """Time and calls of each operation in a step. A layer's time is divided among its operations as in the samples
+        that stamped them."""
         found: dict[Name, Times] = {}
         for (phase, layer), ms in self.by_layer().items():
             seen = [sample for sample in self.samples if sample.turn.details(layer)]
@@ -146,7 +147,7 @@ class Profile:
         return found
 
     def document(self) -> dict[str, Any]:
-        """profile.json."""
+        """The content of profile.json."""
         layers, operations, whole = self.by_layer(), self.by_operation(), self.step_ms
         phases = self._phases(layers)
         grouped: dict[tuple[str, str], list[Times]] = defaultdict(list)
@@ -252,7 +253,7 @@ def _order(phase: str) -> tuple[int, str]:
 
 
 def _layer_rows(layers: Mapping[Place, float]) -> list[dict[str, Any]]:
-    """Recomputation counts as part of the backward pass that needs it."""
+    """Milliseconds per layer, forward and backward. Recomputation counts as part of the backward pass that needs it."""
     ways = {"forward": ("reference", "forward"), "backward": ("recompute", "backward")}
     indices = sorted({layer for _, layer in layers if layer is not None})
     return [

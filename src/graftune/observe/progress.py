@@ -21,9 +21,9 @@ Clock = Callable[[], float]
 TRAINING = "training"
 AT_LEAST = 1.0  # seconds between two plain lines
 SILENCE = 4.0  # longest silence of plain output in seconds, at the beginning; grows with the work to LONGEST
-GROWTH = 3  # the silence is this fraction of the work's age: each is half as long again as the one before
+GROWTH = 3  # the silence is the work's age divided by this, so that each is 1.5 times as long as the one before
 LONGEST = 60.0
-EARLIER = 0.25  # seconds by which a line of the work comes before the heartbeat's: otherwise both say the same
+EARLIER = 0.25  # seconds by which a line of the work comes before the heartbeat's, which would repeat it
 PERMANENT = (30.0, 600.0)  # seconds between two lines that stay above a bar: a twentieth of the run, within these
 
 
@@ -55,7 +55,7 @@ class WorkProgress:
         amounts: Amounts = NOTHING,
         reward: float | None = None,
     ) -> None:
-        """`done` units are done; training steps also have numbers. A reward says more than the loss beside it."""
+        """Show that `done` units are done; training steps also have numbers. A reward is shown in place of the loss."""
         # The same count again only says that the work is alive.
         fresh = done != self.done or tokens
         tok_s = self.meter.update(done, tokens or 0, amounts) if fresh else self.meter.tok_s

@@ -144,7 +144,7 @@ def _plan(folder: Path) -> object:
 
 
 def _read(path: Path) -> str:
-    """The whole configuration."""
+    """The text of the configuration; empty if there is no file."""
     if not path.is_file():
         return ""
     with open_plain(path) as file:

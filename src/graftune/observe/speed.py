@@ -1,9 +1,9 @@
 """Tokens and operations per second over the last steps, the share of the floor, and the time left.
 
 A moving window rather than the mean of the whole run: the first steps (page faults, autotuning, capture) would weigh on
-the figure for hours, and a machine that slows down would not show it. The first step leaves both figures as soon as
-there is a second one, and until then there is no estimate: it may hold minutes of compiling. Time spent paused
-(evaluation, checkpoints, samples) belongs to neither figure; the time left is that of the training steps alone.
+the figure for hours, and a machine that slows down would not show it. The first step, which may include minutes of
+compiling, is dropped from both figures once there is a second one; until then there is no estimate. Time spent paused
+(evaluation, checkpoints, samples) counts in neither figure; the time left is that of the training steps alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-FAR = 0.05  # by which a profiled step may differ from a plain one
+FAR = 0.05  # share by which a profiled step may differ from a plain one
 
 
 class Amounts(NamedTuple):

@@ -189,7 +189,7 @@ def epochs_done(step: int, epoch: int, epoch_steps: Sequence[int]) -> float:
 
 
 def _keys(path: Path) -> dict[str, str]:
-    """By tracker; empty where the file is missing or damaged."""
+    """The run's key in each tracker; empty where the file is missing or damaged."""
     try:
         found = read_json(path)
     except (OSError, ValueError):  # the second: not JSON, or not a file
@@ -198,7 +198,7 @@ def _keys(path: Path) -> dict[str, str]:
 
 
 def metrics_of(event: Event) -> dict[str, float]:
-    """The metrics of an event, by Hugging Face's names; other figures of a step, as those of its loss, by their own."""
+    """The metrics of an event, by Hugging Face's names; other figures of a step, such as its loss's, keep their own."""
     names = NAMES.get(event["event"], {})
     if event["event"] == "step":
         names = {name: f"train/{name}" for name in event if name not in NOT_CURVES} | names

@@ -91,7 +91,7 @@ _PLAIN = re.compile(r"nvidia|geforce|quadro|rtx|tesla|gpu|sxm\d?|pcie|hbm\w*|bla
 
 
 def find(asked: str) -> Card:
-    """The card that a name means, with all of its memory free. Any spelling: `4090`, `RTX 4090`, `nvidia a100 80GB`."""
+    """The card with this name, all of its memory free. Any spelling: `4090`, `RTX 4090`, `nvidia a100 80GB`."""
     name = re.sub(r"(\d)\s*gi?b\b", r"\1", _PLAIN.sub(" ", asked.lower()))
     parts = [part for part in re.split(r"[\s_-]+", name) if part]
     for key in ("-".join(parts), "".join(parts)):

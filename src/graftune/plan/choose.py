@@ -63,7 +63,7 @@ def samples_at_once(job: Job) -> list[int]:
 
 
 def _best_of_choices(job: Job) -> Plan:
-    """Frozen weights stay on the device if any choice fits that way."""
+    """The plan of the first choice that fits, else of the first. Frozen weights stay on the device if possible."""
     first: tuple[Plan, Placement] | None = None
     found = list(choices(job))
     for on_host, ranks in job.places:

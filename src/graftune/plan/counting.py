@@ -3,7 +3,7 @@
 torch's meta tensors have a shape, a dtype and strides, but no memory. The rehearsed device is `meta:0`; host memory is
 the CPU, whose tensors are made as meta tensors too. The `Tally` knows which of the two a meta tensor stands for, since
 every new storage is entered in it; a weak reference on the storage says when it is freed. Live bytes are counted by
-owner, so that the peak can be split by owner. torch's allocator could not tell: it needs the device, and its peak has
+owner, so that the peak can be split by owner. torch's allocator cannot be used: it needs the device, and its peak has
 no owners. `Counting` is a dispatch mode that sees every operation of torch, runs it on the meta tensors and enters each
 result that has a new storage.
 

@@ -35,12 +35,12 @@ from graftune.weights.placement import Placement, choose_placement, nothing_froz
 
 CONTEXT_BYTES = 600 * MIB  # CUDA's context, for a GPU of another machine, where it cannot be measured
 CONTEXT, PROCESS, FILES = "CUDA context", "interpreter and libraries", "pages of the file"
-# Share of a step's temporary memory that the C library's heap takes besides, in holes between tensors. On SmolLM2 and
-# models of its width 0 to a half was measured; returning every tensor to the system instead takes a third more time.
+# Share of a step's temporary memory that the C library's heap loses in holes between tensors. Measured: 0 to a half, on
+# SmolLM2 and models of its width. Returning every tensor to the system instead takes a third more time.
 HEAP, HEAP_SHARE = "holes in the heap", 0.2
 OTHERS = "CUDA context, other processes"  # if more is used than MOST_CONTEXT
 MOST_CONTEXT = 2048 * MIB
-FAULT_BYTES = 64 << 10  # mapped by Linux around a byte of a file that is read
+FAULT_BYTES = 64 << 10  # bytes that Linux maps when one byte of a file is read
 # From four layers on (the first, the last and two between, since offloading prefetches one), each further layer adds
 # the same. Two are added, because the arena's buffers are rounded up to 2 MiB, which a single layer may not reach.
 FEW_LAYERS, MORE_LAYERS = 4, 6
@@ -128,7 +128,7 @@ class Job:
     config: Config
     base: Base
     runtime: Runtime
-    longest: int  # the least tokens of a micro-batch
+    longest: int  # the fewest tokens that a micro-batch must hold
     shapes: Callable[[int], Capacities]
     card: Card | None = None
     memory: int = 0  # a requested limit, in place of the free memory
@@ -136,14 +136,14 @@ class Job:
     evaluated: Callable[[int], Capacities] | None = None  # `shapes` of the validation data; None: the training data's
     asked: tuple[int, ...] = ()  # tokens of each prompt that is answered before and after training
     sampled: tuple[Request, ...] = ()  # the longest samples of a round of reinforcement learning
-    at_once: int = 0  # of them, how many are drawn at the same time
-    process: int = 0  # resident bytes on a CPU before anything was loaded; 0: those of now
+    at_once: int = 0  # how many of `sampled` are drawn at the same time
+    process: int = 0  # resident bytes on a CPU before anything was loaded; 0: measured now
     tokens: int = 0  # distinct tokens in the data; 0: unknown
     resuming: bool = False  # the run's earlier choices must stay
     loss: Loss | None = None  # None: the loss of the settings
     launched: Launched | None = None  # called for every Triton kernel that the run will launch
     layout: BatchLayout = PLAIN  # the loss's fields of a batch
-    longest_ahead: int = 0  # tokens of an example that the layout's `ahead` makes, at most
+    longest_ahead: int = 0  # tokens of the longest example that the layout's `ahead` makes
     ranks: int = 0  # ranks that a launcher has started; 0: no launcher
     training: Sequence[Example] | None = None  # the data, where it is known
     validation: Sequence[Example] = ()

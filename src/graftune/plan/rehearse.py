@@ -72,7 +72,7 @@ class Setup:
     asked: tuple[Request, ...] = ()  # prompts that are answered before and after training
     cache_capacity: int = 0  # tokens of the cache for answers
     sampled: tuple[Request, ...] = ()  # samples of a round of reinforcement learning, whose cache stays
-    at_once: int = 0  # of them, how many are drawn at the same time
+    at_once: int = 0  # how many of `sampled` are drawn at the same time
     copies: bool = False  # whether the CPU's products copy weights (libraries.copies_operand)
     card: Card | None = None
 

@@ -2,8 +2,8 @@
 
 torch computes most of this for meta tensors with its compiler's reference functions: the first call imports the
 compiler and sympy, which takes three seconds and 100 MiB at the start of every run, and each call takes ten times as
-long as here. So the operations of a step have rules below; an operation without a rule is left to torch, and the plan
-names it. A test compares the rules with torch (tests/plan/test_shapes.py).
+long as here. So the operations of a step have rules below; an operation without a rule is left to torch and listed in
+the plan's notes. A test compares the rules with torch (tests/plan/test_shapes.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def like(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Dense, its dimensions in the order in which x's lie in memory."""
+    """A dense tensor of x's shape, its dimensions in the memory order of x's."""
     if x.is_contiguous():
         return empty(x.shape, dtype or x.dtype)
     strides = x.stride()
@@ -45,7 +45,7 @@ def broadcast(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 
 def _laid(operands: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
-    """In the layout of the first operand that has the whole shape."""
+    """A tensor of the broadcast shape, in the layout of the first operand that has that shape."""
     tensors = [x for x in operands if isinstance(x, torch.Tensor)]
     shape = tensors[0].shape if len(tensors) == 1 else broadcast(x.shape for x in tensors)
     whole = next((x for x in tensors if x.shape == shape), None)
@@ -125,7 +125,7 @@ def _scaled_mm(
 
 
 def _solve_triangular(a: torch.Tensor, b: torch.Tensor, **_: Any) -> torch.Tensor:
-    """By column, as LAPACK writes it."""
+    """Column-major, as LAPACK writes it."""
     return empty((*broadcast((a.shape[:-2], b.shape[:-2])), b.shape[-1], b.shape[-2]), b.dtype).mT
 
 
@@ -137,12 +137,12 @@ def _resized(x: torch.Tensor, dim: int, size: int) -> list[int]:
 
 
 def _index(x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """By numbers. Indexed dimensions that lie together are replaced where they are, else the result's come first."""
+    """Indexing by integers. Adjacent indexed dimensions are replaced in place; else the indices' shape comes first."""
     used = [dim for dim, index in enumerate(indices) if index is not None]
     rest = [size for dim, size in enumerate(x.shape) if dim not in used]
     first = used[0] if used[-1] - used[0] == len(used) - 1 else 0
     picked = broadcast(i.shape for i in indices if i is not None)
-    if used == [0] and len(picked) == 1:  # rows, each laid out as it was
+    if used == [0] and len(picked) == 1:  # rows, each of which keeps its layout
         return like(x.new_empty(0).as_strided((*picked, *rest), x.stride()))
     return empty((*rest[:first], *picked, *rest[first:]), x.dtype)
 
@@ -177,7 +177,7 @@ def _common_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
 
 
 def _flash(q: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
-    """Over packed documents: the output, the log-sum-exp [N, T], the random state that there is none of."""
+    """Over packed documents: the output, the log-sum-exp [N, T], and placeholders for dropout's random state."""
     tokens, heads = q.shape[:2]
     state, unused = empty((2,), torch.uint64), empty((), torch.uint64)
     return like(q), empty((heads, tokens), FLOAT), state, unused, empty((0,), q.dtype)

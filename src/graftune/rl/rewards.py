@@ -26,7 +26,7 @@ from graftune.training.user_function import Between, CallFailed, FunctionName, U
 
 EPSILON = 1e-4  # added to the standard deviation, as TRL does
 GIVEN = ("prompts", "completions")  # what every function is given, beside the columns of the data
-FIGURES = ("std", "s", "failed")  # reward_std and so on are figures of all rewards
+FIGURES = ("std", "s", "failed")  # names not free for functions: reward_std and so on are figures of all rewards
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Rewarded:
 
     @property
     def means(self) -> dict[str, float]:
-        """Of each function, over the answers that it applies to."""
+        """The mean reward of each function, over the answers that it applies to."""
         found = {name: [one for one in values if one is not None] for name, values in self.by_function.items()}
         return {name: statistics.fmean(values) for name, values in found.items() if values}
 
@@ -72,12 +72,12 @@ class Rewards:
             self.functions[name] = UserFunction(one, settings.reward_seconds, "reward")
 
     def check(self) -> None:
-        """Refuse functions that cannot be imported. Their processes stay."""
+        """Refuse functions that cannot be imported. Their processes keep running."""
         for name, function in self.functions.items():
             function.check(name)
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Refuse functions that need what the data does not have. Follows `check`."""
+        """Refuse functions whose parameters without a default are no columns of the data. Call `check` first."""
         for name, function in self.functions.items():
             missing = [one for one in function.needed if one not in (*GIVEN, *columns)]
             if missing:
@@ -93,7 +93,7 @@ class Rewards:
             function.close()
 
     def __call__(self, prompts: Sequence[PromptRow], answers: Sequence[Sequence[str]], between: Between) -> Rewarded:
-        """`answers`: those of each prompt. `between` is called while the functions compute."""
+        """Compute the rewards of all answers, given by prompt. `between` is called while the functions compute."""
         total = sum(map(len, answers))
         found = Rewarded([None] * total, {})
         unusable: set[int] = set()
@@ -138,7 +138,8 @@ def _called(
 
 
 def _arguments(prompts: Sequence[PromptRow], answers: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """As TRL passes them: lists of equal length, with each prompt repeated; conversations get conversations back."""
+    """The arguments as TRL passes them: lists of equal length, each prompt repeated; to a conversation's prompt belongs
+    a conversation as completion."""
     pairs = [(prompt, text) for prompt, group in zip(prompts, answers, strict=True) for text in group]
     columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
     given: dict[str, Any] = {name: [prompt.columns.get(name) for prompt, _ in pairs] for name in columns}

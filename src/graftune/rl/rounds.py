@@ -2,8 +2,8 @@
 
 It is written to round.json before the first update, so that a run that is stopped or killed between two updates of a
 round goes on with the same answers: the weights that sampled them are gone by then. The file also keeps earlier rounds
-within which a checkpoint was written. Samples follow from the seed, the round and the weights, so a round that was
-never written is drawn again as it was.
+within which a checkpoint was written. The seed, the round and the weights determine the samples, so a round that was
+never written is drawn again with the same answers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHOWN, LONGEST = 2, 2000  # best and worst answers that the log keeps of a round
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """Which prompts each round answers: every epoch all of them, in another order."""
+    """The prompts of each round. Every epoch goes through all of them, in a new order."""
 
     prompts: int
     per_round: int
@@ -40,7 +40,7 @@ class RoundPlan:
     seed: int
 
     def rounds(self) -> int:
-        """Of an epoch."""
+        """The number of rounds in an epoch."""
         return ceil_div(self.prompts, self.per_round)
 
     def steps_per_epoch(self, epoch: int) -> int:
@@ -63,7 +63,8 @@ class Round:
     failed: dict[str, str] = field(default_factory=dict)  # `Rewarded.problems`
 
     def save(self, folder: Path, updates: int, checkpoints: Collection[int]) -> None:
-        """`checkpoints`: their steps. Rounds of so many updates that one of them lies within are kept."""
+        """Write the round. Of earlier rounds, each of `updates` steps, those are kept within which a checkpoint lies.
+        `checkpoints`: their steps."""
         earlier = [one for one in _stored(folder) if one["step"] != self.step]
         kept = [one for one in earlier if any(0 < step - one["step"] < updates for step in checkpoints)]
         write_file(folder / FILE, json.dumps([*kept, asdict(self)]))

@@ -9,8 +9,8 @@ Evaluations, checkpoints, checks of the numbers and trackers are the hooks of ev
 steps; one in which every group's rewards are equal changes nothing, and its steps are counted all the same.
 
 An evaluation samples one answer to each held-out prompt, before the first step, every `eval_every` steps, after each
-epoch and at the end. Answers are sampled as in training: the reward is the one that is trained. It chooses the best
-checkpoint and the early stop.
+epoch and at the end. Answers are sampled as in training, so that the mean reward is the one that training raises. It
+chooses the best checkpoint and the early stop.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from graftune.training.resume import write_start
 from graftune.training.run import Callback, Run
 from graftune.weights import checkpoint
 
-# Logged with the first update of a round only, since they add up.
+# Figures of a round, logged with its first update only, because the summary adds them up.
 ONCE = ("sample_s", "reward_s", "skipped_groups", "reward_failed")
 REWARD = "reward"
 PHASES = {"sample_s": "sampling", "reward_s": "rewards", "train_s": "training"}
@@ -74,7 +74,7 @@ class PolicyRun(Run):
                     return
 
     def _drawn(self, number: int, done: int) -> Round:
-        """The round that is next, or the one of which `done` updates were made before a resume."""
+        """The next round; after a resume, the one of which `done` updates have been made."""
         state, p, prepared = self.state, self.state.progress, self.prepared
         found = Round.load(state.folder, p.step - done)
         if found is None:
@@ -88,7 +88,7 @@ class PolicyRun(Run):
                 how = self.session, self.parts.config, chosen, prepared.rewards, state.check_stop
                 found = rounds.draw(*how, step=p.step - done, seed=seed, show=self._show)
             found.save(state.folder, self.plan.updates, checkpoint.steps(self.checkpoints.folder))
-        if not done:  # a resume takes back what the log says about later steps
+        if not done:  # a resume within the round keeps the logged answers; one at its start has discarded them
             state.report.log.emit("answers", step=p.step + 1, **found.shown)
             self._report_failures(found)
         return found
@@ -97,7 +97,7 @@ class PolicyRun(Run):
         self.state.report.bar.activity = activity
 
     def _report_failures(self, found: Round) -> None:
-        """Each reason once; how many answers have no reward is a figure of every step."""
+        """Warn of each reason once. Every step logs how many answers have no reward."""
         for reason, text in found.failed.items():
             if reason not in self.reported and len(self.reported) < 20:
                 self.reported.add(reason)
@@ -131,7 +131,7 @@ _NOTHING = Figures(None, 0.0, 0.0, False, 0.0, 0.0, {})  # of a step without ans
 
 
 class PhaseTimes(Hook):
-    """Adds up where the time of a run goes, and what was skipped, for its summary."""
+    """Adds up the seconds of sampling, rewards and training, and the groups skipped, for the run's summary."""
 
     def __init__(self) -> None:
         self.sums: Counter[str] = Counter()

@@ -56,9 +56,9 @@ class Batch:
     divisor: float  # of the loss's sums over all micro-batches, those of other ranks too
     _position: DataPosition | None = None  # of the session in its data set, once the batch was used
     _staged: Sequence[Any] | None = field(default=None, repr=False)  # on its way to the device, for one use
-    _loader: Loader | None = field(default=None, repr=False)  # that packed it, for a loss
-    _loss: Loss | None = field(default=None, repr=False)  # that it was packed for
-    _fixed: bool = field(default=False, repr=False)  # in a shape that is captured
+    _loader: Loader | None = field(default=None, repr=False)  # the loader that packed it
+    _loss: Loss | None = field(default=None, repr=False)  # the loss that it was packed for
+    _fixed: bool = field(default=False, repr=False)  # whether it has the fixed shape of captured steps
 
     def __len__(self) -> int:
         return len(self.packed)
@@ -68,7 +68,7 @@ class Batch:
         return f"Batch({self.tokens} tokens in {count}, {self.response_tokens} of them trained)"
 
     def _take(self, stage: Callable[[PackedBatch], Any]) -> Iterable[Any]:
-        """The micro-batches that were sent to the device ahead; others are sent one after the other."""
+        """The staged micro-batches: sent to the device ahead by the loader, or each one when it is taken."""
         staged, self._staged = self._staged, None
         return staged if staged is not None else map(stage, self.packed)
 
@@ -120,7 +120,7 @@ class StepStats:
         return self.fetched().more
 
     def fetched(self) -> Figures:
-        """All of them, as the pipeline reports them."""
+        """All figures, as the pipeline reports them."""
         if self._figures is None:
             self._fetch(self)
         assert self._figures is not None
@@ -144,13 +144,13 @@ class BatchFeed:
         self.parts = parts
         self.planner: Planner | None = None
         self.asked_tokens = parts.config.train.tokens_per_micro_batch  # by the user; 0: planned
-        self._longest_ahead = 0  # tokens of the longest example ahead of a step of own examples
+        self._longest_ahead = 0  # tokens of the longest example in passes ahead of steps of own examples
         self._loaded: tuple[Dataset, Loss, Loader] | None = None
         self._resume_at: DataPosition | None = None  # of a loaded state, until a pass has begun there
-        self._passed: set[int] = set()  # epochs before it that were passed over
+        self._passed: set[int] = set()  # epochs before that position which were skipped
 
     def start_at(self, position: DataPosition | None) -> None:
-        """Begin the next pass behind the position of a loaded state; None: at the beginning."""
+        """Begin the next pass after the position of a loaded state; None: at the beginning."""
         self._resume_at, self._passed, self._loaded = position, set(), None
 
     def batches(self, data: Dataset, epoch: int) -> Iterator[Batch]:
@@ -257,7 +257,7 @@ class BatchFeed:
         return Batch(packed, int(lengths.sum()), int(responses.sum()), divisor, _fixed=shape is not None)
 
     def _own_shape(self, examples: Sequence[Example], layout: BatchLayout, most: int) -> Capacities:
-        """The fixed shape of micro-batches of these examples. The first ones decide, with what the settings say."""
+        """The fixed shape of micro-batches of these examples. The first examples and the settings decide it."""
         parts, settings = self.parts, self.parts.config.train
         if OWN not in parts.shapes:
             docs, rows = settings.documents_per_micro_batch, settings.rows_per_micro_batch
@@ -273,8 +273,8 @@ class BatchFeed:
         return parts.shape_for(OWN, largest_units(examples, layout), most)
 
     def examples(self, data: Data | Dataset | Sequence[Example], verb: str) -> Sequence[Example]:
-        """Those of a data set; or tokenised ones, checked; or records, encoded for this call. Records that are left out
-        or shortened are reported."""
+        """The examples of a data set; or tokenised ones, after checks; or records, encoded for this call. Reports
+        records that are left out or shortened."""
         parts = self.parts
         if is_tokenised(data):
             return examples_of(data, parts.base.spec.vocab, parts.config.data.max_seq_len)  # type: ignore[arg-type]

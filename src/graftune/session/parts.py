@@ -51,7 +51,7 @@ CACHED = 8192  # without a planned step, the cache may take as much memory as a 
 CACHE_SHARE = 0.4  # or this share of the free memory of a GPU
 
 
-OWN = "own examples"  # those that come without a data set
+OWN = "own examples"  # key of the shape for examples that come without a data set
 # Settings that decide the batches of a session; its saved state has them.
 RESOLVED = ("recompute", "tokens_per_micro_batch", "tokens_per_step", "seed")
 
@@ -125,13 +125,13 @@ class Parts:
     arena: Arena = field(init=False)
     decoder: Decoder = field(init=False)
     start: Start | None = field(init=False)  # snapshot of the weights at the start, where the loss compares with it
-    read_start: Callable[[], torch.Tensor] | None = None  # the same of a finished run, read when it is needed
+    read_start: Callable[[], torch.Tensor] | None = None  # reads that snapshot of a finished run, when it is needed
     say: Callable[[str], None] = lambda note: None  # reports a note to the user
     closed: bool = field(default=False, init=False)
     _reported: set[str] = field(default_factory=set, init=False)  # notes that were reported already
-    shapes: dict[str, Capacities] = field(default_factory=dict, init=False)  # fixed ones, by their kind of data
+    shapes: dict[str, Capacities] = field(default_factory=dict, init=False)  # fixed shapes, by kind of data
     planned_cache: CacheShape | None = field(default=None, init=False)  # which sampling keeps beside training
-    keeps_to_plan: bool = field(default=False, init=False)  # a run's: no more memory than its plan has counted
+    keeps_to_plan: bool = field(default=False, init=False)  # in a run: take no more memory than its plan has counted
     _sampler: Sampler | None = field(default=None, init=False)
 
     def __post_init__(self, storage: BundleStorage | None) -> None:
@@ -239,9 +239,9 @@ class Parts:
         return shape
 
     def shape_for(self, data: str, need: Capacities, most: int) -> Capacities:
-        """The shape of all micro-batches of a kind of data: the first one that it needed, for as long as that holds
-        what comes. A larger one frees the graphs, so data of other lengths does not collect captures. `most`: tokens
-        that rounding up may come to."""
+        """The fixed shape of all micro-batches of a kind of data: the first one needed, until a batch exceeds it. A
+        larger shape replaces it and frees its graphs, so that captures do not pile up. `most`: the most tokens that
+        rounding up may reach."""
         had = self.shapes.setdefault(data, need)
         if had != need and not had.holds(need):
             self.shapes[data] = had.grown(need, most, self.config.data.max_seq_len)
@@ -303,8 +303,9 @@ class Parts:
 
     @property
     def cache_budget(self) -> int:
-        """Bytes that generation may keep: those of the plan, if there is one. Otherwise, a share of what is free on a
-        GPU: before `auto` is resolved, which then counts the cache, and once the step has taken its own memory."""
+        """Bytes that the cache of generation may take: the planned ones, if there is a plan; otherwise as much as a
+        step takes or, on a GPU, a share of the free memory if that is more: before `auto` is resolved, since the plan
+        then counts the cache, and once the step is captured and has its memory."""
         settings, size = self.config.train, self._cache_size
         if self.planned_cache is not None:
             return self.planned_cache.bytes(size)
@@ -380,8 +381,8 @@ class Parts:
         write_adapter(folder, adapter_tensors(self.arena, self.base, tables), self.lora, self.base, facts)
 
     def _table(self, name: str) -> torch.Tensor:
-        """Read the embedding or head from the file, as products see it: it need not be on the device, and if it is
-        sharded, only one rank writes."""
+        """Read the embedding or head from the file, rounded as products see it. The device may hold none of it or only
+        a shard, and only one rank writes."""
         source, compute = self.base.tensors[f"{name}.weight"], self.runtime.compute
         rows = source.read(0, source.shape[0])
         return rows.to(DTYPES.get(self.placement.base_dtype, compute)).to(compute)

@@ -77,9 +77,9 @@ def fill(parts: Parts, examples: Examples, between: Callable[[int], None] = lamb
 
 
 def _key(parts: Parts, examples: Examples) -> str:
-    """Of everything that decides the numbers."""
+    """Digest of everything that decides the numbers."""
     loss, start, data = parts.loss, "", hashlib.sha256(examples.digests.tobytes()).hexdigest()
-    if loss.reference == "start" and parts.config.train.method != "full":  # which starts from the base
+    if loss.reference == "start" and parts.config.train.method != "full":  # a full run starts from the base
         held = parts.start_of(loss)
         assert held is not None
         start = hashlib.sha256(held.values.cpu().numpy().tobytes()).hexdigest()
@@ -93,13 +93,13 @@ def _key(parts: Parts, examples: Examples) -> str:
 
 @functools.cache
 def _code() -> str:
-    """Of the code that computes them, so that values of an earlier version are not found."""
+    """Digest of the code that computes them, so that values of an earlier version are not used."""
     root = Path(graftune.__file__).parent
     return digest.sha256(sorted(file for name in ("model", "kernels") for file in (root / name).rglob("*.py")))
 
 
 def _read(path: Path, dtype: np.dtype[Any], count: int) -> np.ndarray | None:
-    """The numbers of a whole file: a digest, then the values."""
+    """The values of a file (a digest, then the values); None if it is missing or damaged."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -112,7 +112,7 @@ def _read(path: Path, dtype: np.dtype[Any], count: int) -> np.ndarray | None:
 
 
 def _write(path: Path, values: np.ndarray) -> str:
-    """Why it could not be written; empty if it was."""
+    """Write the values. Returns why that failed; empty if it worked."""
     content = values.tobytes()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -63,12 +63,12 @@ class Session:
     def __init__(self, parts: Parts):
         self.parts, self.feed = parts, BatchFeed(parts)  # for the rest of the package
         self.steps = 0
-        self._own_loss = False  # an object of the user's, not the one that the settings name
+        self._own_loss = False  # whether the loss is an object of the user's, not the one that the settings name
         self._micro = 0  # micro-batches that have added up since the last update
         self._tokens = self._responses = 0  # of these micro-batches
         self._divisor = 0.0
         self._meter = Meter(0, 0)
-        self._position = self._reached = DataPosition()  # behind the last batch that was applied, and added
+        self._position = self._reached = DataPosition()  # after the last batch applied, and the last one accumulated
 
     @property
     def config(self) -> Config:
@@ -77,7 +77,7 @@ class Session:
 
     @property
     def loss(self) -> Loss:
-        """What is minimised."""
+        """The training loss."""
         return self.parts.loss
 
     @property
@@ -218,7 +218,7 @@ class Session:
         weight_decay: float | None = None,
         clip: float | None = None,
     ) -> StepStats:
-        """Clip and apply what has added up. What is given goes before the settings, for this step. The figures that
+        """Clip and apply what has added up. What is given overrides the settings, for this step. The figures that
         come back are fetched when they are read.
 
         Example:
@@ -246,8 +246,8 @@ class Session:
         return self.parts.pipeline
 
     def _use_loss(self, loss: str | Loss | None, batch: Batch | None = None) -> None:
-        """Replace the session's loss, by a name of the settings or an object; None leaves it. `batch`: the next batch
-        that it is computed of."""
+        """Replace the session's loss, by a name of the settings or an object; None leaves it. `batch`: the next batch,
+        which must have the fields that the loss reads."""
         named = isinstance(loss, str)
         if loss is None or (named and not self._own_loss and loss == self.config.train.loss):
             found = self.loss
@@ -274,7 +274,7 @@ class Session:
         if found.reference == "start" and self.parts.start is None and not self.steps:
             self.parts.start = Start(self.parts.arena)
             self.parts.start.take()
-        self.parts.start_of(found)  # refuses it where it is too late
+        self.parts.start_of(found)  # raises an error if the loss needs a snapshot of the start that was not taken
         self.parts.loss, self._own_loss = found, not named
         if named:
             self.parts.config = config

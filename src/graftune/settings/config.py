@@ -73,11 +73,11 @@ class Config:
         return Config.load(path)
 
     def replace(self, **changes: Any) -> Config:
-        """These settings are checked; all others were checked before."""
+        """A copy with these changes, which are checked; all other settings were checked before."""
         return self._with(flatten(changes, "config"), "config")
 
     def _with(self, values: dict[str, Any], where: str) -> Config:
-        """These settings with the values of some leaves, which are checked."""
+        """A copy with these values for some leaves, which are checked."""
         given: dict[str, dict[str, Any]] = {}
         for leaf in leaves():
             if leaf.name in values:
@@ -86,7 +86,7 @@ class Config:
         return dataclasses.replace(self, **changed)
 
     def not_default(self, names: Iterable[str]) -> list[str]:
-        """Those of these settings that do not have their default value."""
+        """The settings among `names` that do not have their default value."""
         now, default = self.flat(), Config().flat()
         return [name for name in names if now[name] != default[name]]
 

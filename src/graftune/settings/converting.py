@@ -1,8 +1,8 @@
 """Converts another tool's settings into ours: what is taken, from which name, and what is left out and why.
 
 Names, reasons and most values are in other_tools.py, which answers mistyped settings too; here are the functions that
-it names, for values that need more. A setting that the file does not give has the other tool's default, where that
-differs from ours: the run is to be the same. Data is converted by tool_data.py.
+it names, for values that need more. A setting that the file does not give gets the other tool's default, where that
+differs from ours, so that the run is the same. Data is converted by tool_data.py.
 
 The defaults are those of the tools' sources: transformers 5.23, PEFT 0.21, TRL 1.10, and Axolotl, LLaMA-Factory and
 Unsloth of July and August 2026.
@@ -68,8 +68,8 @@ _TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 @dataclass
 class Conversion:
-    """`settings`: ours, with a comment each. `assumed`: what was assumed and may change the result. `left_out`: names
-    and reasons. `off`: names that are switched off or empty in the file."""
+    """The result for a file. `settings`: ours, with a comment each. `assumed`: assumptions that may change the result.
+    `left_out`: names and reasons. `off`: names that are switched off or empty in the file."""
 
     file: ToolFile
     settings: dict[str, Any] = field(default_factory=dict)
@@ -107,7 +107,8 @@ class Conversion:
             self.assumed.append(f"{ours} is {value}, from {name}: {assumed}")
 
     def leave(self, name: str, reason: str = "", ours: str = "") -> None:
-        """`ours`: the setting that it would have been; it keeps our default, not the other tool's."""
+        """Leave a name out, for a reason. `ours`: the setting that it means, which keeps our default instead of the
+        other tool's."""
         last = other_tools.plain(str(name).rpartition(".")[2])  # of datasets[1].split
         reason = reason or re.sub(r"[{}]", "", other_tools.CLASHES.get(last, ""))
         reason = reason or other_tools.answer(last, flags=False) or "graftune has no such setting"

@@ -255,7 +255,8 @@ strict
 
 
 def _read(text: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Lines of names, then indented lines with what is said of all of them; and the functions that convert them."""
+    """Parse lines of names, each followed by indented lines with their answer. Returns the answers and the converting
+    functions, both by name."""
     found: dict[str, str] = {}
     functions: dict[str, str] = {}
     for head, answer in re.findall(r"((?:^[^ \n].*\n)+)((?:^ .*\n)+)", text, re.M):

@@ -1,8 +1,8 @@
 """Recognises what a user gave as base, data, adapter or target by names and first bytes, before torch is imported.
 
-The readers know their formats in detail. Here only what can be seen at a glance is recognised, so that a wrong path or
-a swapped argument is answered at once and by what it is: a run, an adapter, a data file, one file of weights. What is
-not recognised is passed on: the readers have the last word.
+The readers know their formats in detail. This file looks only at names and first bytes, so that a wrong path or a
+swapped argument is refused at once, with what it is instead: a run, an adapter, a data file, one file of weights.
+Anything that is not recognised is passed on, and its reader decides.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Found:
 
 
 def default_base() -> Path:
-    """SmolLM2-135M-Instruct out of its pip package, which is located, not imported: importing wants a serving stack."""
+    """The file of SmolLM2-135M-Instruct in its pip package, which is not imported: that would need a serving stack."""
     spec = importlib.util.find_spec(DEFAULT_PACKAGE)
     for folder in spec.submodule_search_locations or [] if spec else []:
         if (path := Path(folder) / DEFAULT_FILE).exists():
@@ -59,7 +59,7 @@ def default_base() -> Path:
 
 
 def kind_of(name: str) -> Found:
-    """What lies at a path. Nothing is read but the first bytes of a file and an adapter's configuration."""
+    """Recognise the file or folder at a path. Reads nothing but the first bytes of a file."""
     path = Path(name).expanduser()
     if path.is_dir():
         return _folder(path)
@@ -137,7 +137,8 @@ _INSTEAD = {
 
 
 def check_base(name: str, *, scratch: bool = False) -> str:
-    """The base to open, a Hub address as the Hub's name; GraftuneError says what it is instead and what to type."""
+    """Check the base to open; returns a Hub address as the Hub's name. GraftuneError says what else was given and what
+    to type."""
     if not name:
         default_base()
         return name
@@ -196,7 +197,7 @@ def _check(name: str, role: str, also: tuple[str, ...] = ()) -> None:
 
 
 def _fix(name: str, kind: str) -> str | None:
-    """What to do with a path of this kind; None for a model or data, which only is in the wrong place."""
+    """What to do with a path of this kind; None for a model or data, which was only given in the wrong place."""
     path = Path(name).expanduser()
     if kind == "unread":
         return UNREAD[_unread([ending.lower() for ending in path.suffixes[-2:]])]
@@ -274,7 +275,7 @@ def _is_path(name: str) -> bool:
 
 
 def _siblings(name: str) -> str | None:
-    """What lies where it was looked for, if something there has nearly that name."""
+    """A hint: the entry of the path's folder with a similar name; else, in a folder `runs`, its last five entries."""
     path = Path(name).expanduser()
     try:
         there = sorted(entry.name for entry in path.parent.iterdir())

@@ -119,8 +119,8 @@ class LoraConfig:
     adapter: str = opt("", "an adapter folder (ours or PEFT's) to continue from", resume="fixed")
 
     def resolved(self) -> LoraConfig:
-        """With the alpha that is used. An unset one stays 0 until here: a run that continues an adapter takes the
-        adapter's, and could not tell an alpha that was asked for from a filled-in one."""
+        """A copy with an unset alpha filled in. It stays 0 until here, because a run that continues an adapter takes
+        the adapter's alpha and has to know whether another one was asked for."""
         return self if self.alpha else dataclasses.replace(self, alpha=2.0 * self.rank)
 
 

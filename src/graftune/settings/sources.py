@@ -113,6 +113,6 @@ def label(value: DataValue) -> str:
 
 
 def slug(value: DataValue) -> str:
-    """The same as part of a folder's name."""
+    """A part of a folder's name, from the name of the first source."""
     path = value if isinstance(value, str) else value[0]["path"]
     return re.sub(r"[^\w.-]+", "-", Path(path).name.split(".")[0]).strip("-") or "data"

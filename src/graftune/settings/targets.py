@@ -7,9 +7,9 @@ from collections.abc import Collection
 from graftune.errors import GraftuneError
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# What some families hold as one projection, and adapters there are on: what they call it, and its parts elsewhere.
+# Projections that some families fuse, where the adapter is on the fused one: its name, and its parts in other families.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-# As the gated delta nets of Qwen3.5 and Qwen3-Next call them, beside out_proj.
+# Names in the gated delta nets of Qwen3.5 and Qwen3-Next, beside out_proj.
 DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba")
 # LFM's and Granite 4's.
 OTHER_PROJECTIONS = ("in_proj", "out_proj", "w1", "w3", "w2", "g_proj", "input_linear", "output_linear")
@@ -21,7 +21,7 @@ TARGET_SHORTHANDS = {
     "qv": ("q_proj", "v_proj"),
     "mlp": PROJECTIONS[4:],
 }
-PARTS = {"all_linear", "attention", "mlp"}  # those that mean whatever a layer has there
+PARTS = {"all_linear", "attention", "mlp"}  # shorthands for whatever projections a layer has there
 SPELLINGS = {"all-linear": "all_linear", "all": "all_linear"}  # PEFT's and LLaMA-Factory's
 
 
@@ -32,7 +32,7 @@ def is_target(name: str) -> bool:
 
 
 def ordered_targets(names: Collection[str]) -> tuple[str, ...]:
-    """In the order of TARGETS; paths follow the name that they end in."""
+    """The names in the order of TARGETS; paths follow the name that they end in."""
     return tuple(sorted(names, key=lambda name: (TARGETS.index(name.rpartition(".")[2]), "." in name, name)))
 
 

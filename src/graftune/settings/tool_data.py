@@ -63,7 +63,7 @@ def _put_sources(result: Conversion, ours: str, sources: list[dict[str, Any]], n
 
 
 def _source(path: str, split: Any = "", subset: Any = "", renamed: dict[str, str] | None = None) -> dict[str, Any]:
-    """`split`: only a data set on the Hub has one, and train is taken anyway."""
+    """An entry of `data`. `split`: kept only for a data set on the Hub, unless it is train, which is the default."""
     local = Path(path).expanduser().exists() or path.endswith((*DATA_ENDINGS, *PACKED))
     entry: dict[str, Any] = {"path": path}
     if isinstance(split, str) and split not in ("", "train") and not local:
@@ -160,7 +160,7 @@ def _llama_factory(result: Conversion) -> None:
 
 
 def _listed(result: Conversion, name: str, info: Any, folder: Path, key: str) -> dict[str, Any]:
-    """One data set by its entry in dataset_info.json."""
+    """An entry of `data` for one data set, by its entry in dataset_info.json."""
     if not isinstance(info, dict):
         if "/" not in name and not Path(name).exists():
             reason = f"{name} is not in {folder / 'dataset_info.json'}: write its file or Hub name in its place"

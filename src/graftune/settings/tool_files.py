@@ -51,7 +51,8 @@ _PREFERENCE = {
 
 @dataclass
 class ToolFile:
-    """`given`: names and values, in the file's order. `left_out`: what could not be read, with the reason."""
+    """The settings in a tool's file. `given`: names and values, in the file's order. `left_out`: settings that could
+    not be read, with the reason."""
 
     path: str
     tool: str
@@ -66,7 +67,7 @@ class ToolFile:
 
 
 def read_tool_file(path: str, tool: str | None = None) -> ToolFile:
-    """`tool`: the one that the user named; None: recognised by the names in the file."""
+    """Read a file of another tool. `tool`: the one that the user named; None: recognised by the names in the file."""
     ending = Path(path).suffix.lower()
     if ending in (".py", ".ipynb"):
         found = _script(path)
@@ -206,7 +207,7 @@ def _calls(node: ast.AST) -> Iterator[ast.Call]:
 
 
 def _parsed(text: str) -> ast.Module | None:
-    """None if it is not valid Python."""
+    """The syntax tree; None if the text is not valid Python."""
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

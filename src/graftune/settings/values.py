@@ -1,4 +1,4 @@
-"""One setting's value against its type and range: what YAML or a flag holds -> what the config tree holds.
+"""Checks one setting's value against its type and range, and converts it from YAML or a flag to the config tree.
 
 Nothing is guessed: the text '3' is not a number. A validation library would word its complaints for programmers; here
 each names the setting, the value and what it must be.
@@ -196,7 +196,7 @@ def scalar(text: str) -> Any:
 
 
 def _plain(value: Any, levels: int) -> bool:
-    """Whether a value is made of what both YAML and JSON hold."""
+    """Whether a value consists of types that both YAML and JSON have, at most so many levels deep."""
     if isinstance(value, dict):
         return levels > 0 and all(isinstance(k, str) and _plain(v, levels - 1) for k, v in value.items())
     if isinstance(value, list):

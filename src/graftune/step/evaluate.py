@@ -117,9 +117,9 @@ def reference_pass(
     share: Share = WHOLE,
     start: Start | None = None,
 ) -> torch.Tensor:
-    """log p under the loss's reference model, on the device: of each example (fp64), or (`reference_per` is label) of
-    each token (fp32), end to end, 0 where it is not trained. Other ranks' examples have 0: the sum over ranks has
-    all."""
+    """log p under the loss's reference model, on the device: per example (fp64) or, if `reference_per` is label, per
+    token (fp32), examples end to end, 0 for tokens that are not trained. Other ranks' examples are 0, so that the sum
+    over ranks has all."""
     per_token, lengths = loss.reference_per == "label", lengths_of(examples)
     starts = np.cumsum(lengths) - lengths
     count, dtype = (int(lengths.sum()), torch.float32) if per_token else (len(examples), torch.float64)
@@ -127,7 +127,7 @@ def reference_pass(
     for _, group, batch, longest in _batches(decoder, examples, capacity, PLAIN, backend, share, between):
         ctx = decoder.begin_batch(batch, backend, longest)
         log_probs = reference_log_probs(loss, decoder, batch, ctx, start)[: batch.response_tokens]
-        # Of each label. The examples of a batch follow each other.
+        # One index per label. The examples of a batch are consecutive in the data.
         held = take(examples, group)
         places = starts[group[:1]].sum() + targets_of(held) if per_token else np.repeat(group, responses_of(held))
         found.index_add_(0, torch.from_numpy(places).to(decoder.device), log_probs.to(dtype))
@@ -167,7 +167,7 @@ def evaluate_batch(
     start: Start | None = None,
     ahead: torch.Tensor | None = None,
 ) -> Computed:
-    """The loss of one batch, without a gradient. `ahead`: the loss's sums before it; None: zeros."""
+    """The loss of one batch, without a gradient. `ahead`: the sums that the loss needs ahead of it; None: zeros."""
     if loss.ahead:
         known = torch.zeros(loss.ahead, device=decoder.device) if ahead is None else ahead
         batch = replace(batch, extra={**batch.extra, "ahead": known})

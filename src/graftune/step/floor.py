@@ -2,8 +2,8 @@
 response-only head, at the step's sizes and in its order, replayed for two seconds before it is timed.
 
 Nothing else is in it: no norm, no adapter, no update. The card's clocks fall under load: the same products timed one by
-one are about 5% faster, which no step can reach. Every layer has weights of its own, so that caches behave; inputs are
-random and are never overwritten, because zeros and infinities draw less power and run faster.
+one are about 5% faster, which no step can reach. Every layer has weights of its own, so that the L2 cache behaves as in
+a step; inputs are random and never overwritten, because zeros and infinities draw less power and run faster.
 
 Every layer is computed in full; our step leaves out the first block's input gradient (nothing below it trains) and the
 prompt rows of the last MLP. Full-parameter training adds the weight gradients.
@@ -12,16 +12,15 @@ The delta rule of a gated delta net is not run but added: 1.43 ms a layer, forwa
 32 value heads of 128x128, which is the best time published for an H200 (FlashQLA's), scaled by tokens and the size of
 the state. On other cards there is no floor for these models (training/floors.py).
 
-A mixture's products are torch's grouped_mm over as many rows as its tokens choose experts, divided among them as a step
-of the run did in each layer, or at random where no step is known; the rows lie sorted already, and nothing is gathered
-or added up.
+A mixture's products are torch's grouped_mm with a row for each token and chosen expert. The rows are divided among the
+experts as in a step of the run, layer by layer, or at random if no step is known; they are sorted beforehand, and
+nothing is gathered or added up.
 
-Quantised bases: nf4, GGUF blocks and MXFP4 are brought into one scratch before every product, once in each pass, and
-the product reads it there. A copy that moves as many bytes stands for that, codes in and values out, at the memory's
-own speed; our dequantisation is not in it, nor are experts without rows. fp8 multiplies codes with a scale a row
-(torch._scaled_mm), forward and back, from weights that lie ready for both ways and activations that are codes already;
-the head, which is never quantised, stays as it is. Codes and scales are read as they are: nothing is quantised on the
-way.
+Quantised bases: nf4, GGUF blocks and MXFP4 are dequantised into one scratch buffer before every product, once in each
+pass, and the product reads that buffer. The floor times a copy that moves as many bytes instead (codes read, values
+written), at memory speed; our dequantisation is not in it, nor are experts without rows. fp8 multiplies codes with one
+scale per row (torch._scaled_mm), forward and backward, from weights stored in both layouts and activations that are
+codes already: nothing is quantised on the way. The head, which is never quantised, stays as it is.
 
 `graftune profile` and benchmarks/floor.py measure it; training/floors.py remembers the result.
 """
@@ -48,7 +47,7 @@ DELTA_CARD, DELTA_MS, DELTA_TOKENS, DELTA_STATE = r"\bH200\b", 1.43, 4 * 2048, 3
 
 
 class Size(NamedTuple):
-    """Of a product's weight; of a mixture's, one expert's."""
+    """The sizes of a product's weight; in a mixture, of one expert's weight."""
 
     out: int
     into: int
@@ -57,7 +56,7 @@ class Size(NamedTuple):
 
     @property
     def values(self) -> int:
-        """Of the weight, with all experts."""
+        """Values in the weight, of all experts."""
         return self.out * self.into * max(1, self.experts)
 
     @property
@@ -74,11 +73,11 @@ class Layer(NamedTuple):
     before: tuple[tuple[str, Size], ...]
     heads: Heads | None  # of its attention; None: it has none
     after: tuple[tuple[str, Size], ...]
-    state_values: int = 0  # of a delta net's state; 0: the layer is none
+    state_values: int = 0  # values in a delta net's state; 0: the layer is no delta net
     counts: tuple[int, ...] = ()  # rows of each expert in a step of the run; empty: not known
 
     def used_values(self, size: Size) -> int:
-        """Of a weight, those of experts that have rows."""
+        """Values in a weight, without experts that have no rows."""
         known = size.experts and any(self.counts)
         return size.values * sum(count > 0 for count in self.counts) // size.experts if known else size.values
 
@@ -98,18 +97,18 @@ class Work:
     lengths: tuple[int, ...]  # of the documents
     forwards: int = 0  # forward passes of the loss besides the one that is trained, as those of a reference model
     full: bool = False  # every weight trains
-    packed_bytes: float = 0.0  # of a value of a projection that is unpacked before a product; 0: it is not
-    packed_experts: float = 0.0  # the same of the experts of a mixture
+    packed_bytes: float = 0.0  # stored bytes per value of projections dequantised before a product; 0: they are not
+    packed_experts: float = 0.0  # the same for the experts of a mixture
     fp8: bool = False
     dtype: torch.dtype = torch.bfloat16
 
     def packed(self, size: Size) -> float:
-        """Bytes of a value of a layer's product that is unpacked; 0: it is not."""
+        """Stored bytes per value of a weight that is dequantised before its product; 0: it is not."""
         return self.packed_experts if size.experts else self.packed_bytes
 
     @property
     def sizes(self) -> dict[Size, None]:
-        """Of the layers' products, each once."""
+        """The distinct sizes of the layers' products, in order."""
         return dict.fromkeys(size for layer in self.layers for _, size in layer.products)
 
     @property
@@ -120,7 +119,7 @@ class Work:
 
 
 def layers_of(spec: ModelSpec, routing: Sequence[LayerRouting] = ()) -> tuple[Layer, ...]:
-    """`routing`: what the routers did in a step of the run."""
+    """The layers of a model. `routing`: tokens per expert in a step of the run."""
     found, counts = [], {one.layer: tuple(one.tokens) for one in routing}
     for number, layer in enumerate(spec.layers):
         (first, *rest), shape = _products(layer.mixer), layer.mixer.attention
@@ -214,7 +213,7 @@ class Floor:
         self.packed: dict[tuple[int, str], torch.Tensor] = {}
         packed = {key: size for key, size in each.items() if work.packed(size)}
         if packed:
-            # As many values as the bytes moved are copies of: they fill a part of the scratch, random like the rest.
+            # Copying one to the scratch moves as many bytes as dequantising: codes read and 2 bytes a value written.
             self.scratch = self._random(max(size.values for size in packed.values()), scale=0.02)
             self.packed = {
                 key: self._random(
@@ -252,7 +251,7 @@ class Floor:
         self.grad_w = {size: self._random(*size.shape) for size in plain} if work.full else {}
 
     def _ends(self, counts: Sequence[int], size: Size) -> torch.Tensor:
-        """Where the rows of each expert end, [E] int32: as many as in the run, or every token chooses at random."""
+        """Where the rows of each expert end, [E] int32: in the run's proportions, or as tokens choose at random."""
         if any(counts):
             parts = torch.tensor(counts, dtype=torch.float64).cumsum(0) * (size.rows(self.work.tokens) / sum(counts))
             return parts.round().to(self.device, torch.int32)
@@ -304,7 +303,7 @@ class Floor:
 
 
 class Fp8Products:
-    """The projections' products in fp8: e4m3 codes, a scale a row of each operand."""
+    """The projections' products in fp8: e4m3 codes, with one scale per row of each operand."""
 
     def __init__(self, work: Work, device: torch.device):
         self.device = device
@@ -338,8 +337,8 @@ Unpack = Callable[[torch.Tensor, torch.Tensor], Any]
 def fastest_copy(
     packed: Sequence[torch.Tensor], scratch: torch.Tensor, device: torch.device, say: Callable[[str], None]
 ) -> Unpack:
-    """The driver's own copy or a kernel's, by the time of a layer: a copy as a node of a graph has gaps around it that
-    a kernel has not, and is the faster on large weights."""
+    """The faster of the driver's copy and a kernel's, timed on one layer. In a graph, the driver's copy has gaps around
+    it that a kernel has not, but is faster on large weights."""
     copies: dict[str, Unpack] = {
         "driver": lambda source, out: out[: len(source)].copy_(source),
         "kernel": lambda source, out: torch.neg(source, out=out[: len(source)]),
@@ -366,7 +365,7 @@ def measured(
     micro: int = 1,
     say: Callable[[str], None] = lambda text: None,
 ) -> tuple[float, str]:
-    """(milliseconds of `micro` micro-batches one behind the other, a note)."""
+    """(milliseconds of `micro` micro-batches one after the other, a note)."""
     floor, ops = Floor(work, device, say), plan(work)
     ms = sustained(partial(floor.run, ops * micro), device, steps, sustain)
     note = floor.note + (f", {work.delta_ms * micro:.1f} ms added for the delta rule" if work.delta_ms else "")

@@ -118,7 +118,7 @@ def fastest_attention(
             candidate = make()
             ms = sustained(partial(_layers, candidate, LAYERS), device, 5, sustain=0.05)
         except (RuntimeError, ImportError, ValueError, AttributeError, TypeError, AssertionError) as error:
-            # Not installed, or not for these sizes: another one is.
+            # Not installed, or not for these sizes: try the others.
             say(f"floor: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
             continue
         say(f"floor: {candidate.name}: {ms / LAYERS:.4f} ms a layer")
@@ -154,7 +154,7 @@ def sustained(work: Callable[[], Any], device: torch.device, steps: int, sustain
 
 
 def captured(work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """Run until it is warm, then captured."""
+    """Run the work until it is warm, then capture it."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -37,8 +37,8 @@ class StepFlops:
 
 
 def _layer(kind: LayerSpec, passes: int, pairs: float) -> float:
-    """Operations of a layer for one token; one pass is a forward pass. Attention has two products forward and five
-    backward. A delta rule reads its state twice and writes it once, and twice as often in the backward."""
+    """Operations of a layer for one token; `passes` 1: the forward pass alone. Attention has two products forward and
+    five backward. A delta rule reads its state twice and writes it once, and twice as often in the backward pass."""
     total = 2.0 * passes * sum(part.active_values for part in kind.parts)
     states, products = (3, 7) if passes > 1 else (1, 2)
     total += sum(states * STATE_OPERATIONS * part.state_values for part in kind.parts)

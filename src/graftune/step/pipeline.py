@@ -34,7 +34,7 @@ from graftune.step.step import REPORTED, Step
 from graftune.step.tail import RankSignals
 
 AHEAD = 2
-FINGERPRINT_EVERY = 50  # steps, where several ranks hold the same weights
+FINGERPRINT_EVERY = 50  # steps between two comparisons of the ranks' weights
 
 
 class Figures(NamedTuple):
@@ -65,7 +65,7 @@ def pipeline_for(step: Step, *, graph: bool = True) -> Pipeline:
 
 
 class Pipeline(ABC):
-    """Runs one optimizer step after the other; what all devices have in common."""
+    """Runs one optimizer step after the other: the part common to all devices."""
 
     ahead = 0  # steps that may have been sent after the one whose figures the caller gets
     captures = 0  # micro-steps captured so far
@@ -308,8 +308,8 @@ class DevicePipeline(Pipeline):
         return slot
 
     def bound_documents(self, longest: int, ahead: int = 0) -> None:
-        """Promise that documents of later batches are no longer. The bounds are constants of captured work, so a larger
-        one drops the captures."""
+        """Promise that documents of later batches exceed neither bound. The bounds are constants of captured work, so a
+        larger one drops the captures."""
         work = self.work
         if work.longest is None or work.longest < longest:
             work.longest = longest
@@ -414,7 +414,7 @@ class DevicePipeline(Pipeline):
                 one.enabled = self.graph
 
     def _free_slots(self, size: int) -> queue.SimpleQueue[TransferSlot]:
-        """A slot may come from the pipeline that was there before another loss replaced it."""
+        """The free slots of this size. A slot may come from an earlier pipeline, if the loss was changed since."""
         return self.free.setdefault(size, queue.SimpleQueue())
 
     def _slot(self, shape: BatchShape, size: int) -> TransferSlot:

@@ -10,7 +10,7 @@ from graftune.settings.sections import OptimConfig
 
 
 def learning_rate(step: int, total: int, config: OptimConfig) -> float:
-    """`step` counts from 0 to total - 1. Warm-up ends on the peak; the last step ends near min_lr."""
+    """The learning rate of a step, 0 to total - 1. Warm-up ends on the peak; the last step ends near min_lr."""
     warmup, peak = math.ceil(config.warmup * total), config.peak_lr
     if step < warmup:
         return peak * (step + 1) / warmup

@@ -87,7 +87,7 @@ class Step:
         self.loss_sum, self.token_sum, self.figure_sums = self.tail.loss_sum, self.tail.token_sum, self.tail.figure_sums
         self.ahead = torch.zeros(self.loss.ahead, device=device)  # the loss's sums before the step's micro-batches
         self.own_ahead = torch.zeros_like(self.ahead)  # those of this rank that are not in `ahead` yet
-        self.longest_ahead = longest  # `longest` of their batches
+        self.longest_ahead = longest  # `longest` for the batches ahead of a step
         self.count = torch.zeros((), dtype=torch.int64, device=device)  # counts applied updates only
         # Mean loss, gradient norm before clipping, whether the update was skipped, response tokens as counted on the
         # device, fp16's loss scale; then the loss's own figures, what the routers of a mixture did on this rank, and
@@ -128,8 +128,8 @@ class Step:
         self.dropout_seed.fill_((self.seed * 1_000_003 + micro_batch_id) & (2**63 - 1))
 
     def ahead_step(self, batch: PackedBatch, *, any_shape: bool = False) -> None:
-        """Add the loss's sums over a batch of the examples ahead of a step; `share_ahead` follows the last of them.
-        `any_shape`: as for `micro_step`."""
+        """Add a batch to the sums that the loss needs ahead of a step's micro-batches; call `share_ahead` after the
+        last such batch. `any_shape`: as for `micro_step`."""
         spans.phase("ahead", operation="rotary tables")
         if self.other_backends and not any_shape:
             self._choose_attention(batch)
@@ -139,7 +139,7 @@ class Step:
             self.own_ahead.add_(sums_ahead(self.loss, self.decoder, batch, ctx, self.start))
 
     def share_ahead(self) -> None:
-        """Take the sums of all ranks for the step's micro-batches."""
+        """Sum `own_ahead` over ranks and move it to `ahead`, which the step's micro-batches read."""
         if self.reduce is not None:
             self.reduce.add_up(self.own_ahead)
         self.ahead += self.own_ahead

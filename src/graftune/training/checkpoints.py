@@ -14,7 +14,7 @@ from graftune.weights.checkpoint import Identity
 
 
 class Checkpoints(Hook):
-    """Rank 0 writes them; the others wait in their next step."""
+    """Writes checkpoints on rank 0; the other ranks wait in their next step."""
 
     def __init__(self, folder: Path, identity: Identity):
         """`identity`: what must be the same for a checkpoint to be resumed from."""
@@ -25,7 +25,7 @@ class Checkpoints(Hook):
         self.nonfinite_reported = False
 
     def overdue(self, state: RunState) -> bool:
-        """Whether the clock asks for a checkpoint."""
+        """Whether `save_minutes` have passed since the last checkpoint."""
         minutes, step = state.config.train.save_minutes, state.progress.step
         if not minutes or not step or step == self.tried or not state.ranks.leads:
             return False
@@ -79,7 +79,7 @@ class Checkpoints(Hook):
         parts.step.count.fill_(state.progress.updates)
         parts.own_shape = state.progress.own_shape
         self.saved = self.tried = state.progress.step
-        if found == checkpoint.latest(self.folder):  # or it might be the one that is one too many
+        if found == checkpoint.latest(self.folder):  # else pruning might remove `found` itself
             checkpoint.prune(self.folder, state.config.train.keep_last, state.progress.best_step)
 
     def take_best(self, state: RunState) -> None:

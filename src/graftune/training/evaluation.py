@@ -20,7 +20,7 @@ class Evaluation(Hook):
 
     def __init__(self, examples: Sequence[Example], metric: Metric | None = None):
         self.examples, self.metric = examples, metric
-        self.name = ""  # of the number that chooses the best step, if it is not the loss
+        self.name = ""  # of the figure that chooses the best step, if it is not the loss
         self.cut_reported = False
 
     def due(self, state: RunState) -> bool:
@@ -74,7 +74,7 @@ class Evaluation(Hook):
     def _choose(
         self, state: RunState, loss: float | None, value: float | None, failed: int = 0, goal: str = "max"
     ) -> None:
-        """Compare this step with the best one so far. `value`: of the number that chooses, if it is not the loss."""
+        """Compare this step with the best one so far. `value`: the figure that chooses, if it is not the loss."""
         p = state.progress
         measured = [number for number in (loss, value) if number is not None]
         usable = bool(measured) and all(map(math.isfinite, measured))
@@ -110,8 +110,8 @@ class Evaluation(Hook):
 
 
 def is_better(best: Progress, loss: float | None, value: float | None, failed: int, goal: str) -> bool:
-    """Whether an evaluation is better than the best so far: by the calls of the metric that failed, since a mean over
-    fewer answers may be that of the easy ones; then by the metric; by the loss where it is equal, or there is none."""
+    """Whether an evaluation is better than the best so far: first by fewer failed metric calls, since a mean over fewer
+    answers may be that of the easy ones; then by the metric; then by the loss, if the metric is equal or absent."""
     if best.best_step < 0 or (value is not None and best.best_metric is None):
         return True
     sign = 1 if goal == "max" else -1

@@ -2,9 +2,9 @@
 
 The steps are counted as the loader will pack them. The time is a quotient: the operations of all steps and evaluations
 (step/flops.py) by a rate. On a GPU the rate is a share of the card's published one; on a CPU it is a share of what a
-product of the same size reaches here, timed for a moment. Where neither holds, only the steps are predicted, with the
-reason: products with a file's quantised weights on a CPU or with fetched ones, and experts. Generated answers
-(samples, a metric) are not part of the time, since their lengths are not known.
+product of the same size reaches here, timed for a moment. Where no rate is known (experts, fetched weights, on a CPU a
+file's quantised weights), only the steps are predicted, with the reason. Generated answers (samples, a metric) are not
+part of the time, since their lengths are not known.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Expected:
 
 
 def expected(job: Job, plan: Plan) -> Expected | None:
-    """None: the run has no data yet."""
+    """The steps of a planned run, and their time; None if it has no data yet."""
     if job.training is None:
         return None
     settings, lengths = job.config.train, lengths_of(job.training)
@@ -75,7 +75,7 @@ def expected(job: Job, plan: Plan) -> Expected | None:
 
 
 def _evaluations(job: Job, steps: int) -> int:
-    """Before the first step, every `eval_every` steps and after each epoch."""
+    """The number of evaluations: before the first step, every `eval_every` steps and after each epoch."""
     settings = job.config.train
     return 1 + math.ceil(settings.epochs) + (steps // settings.eval_every if settings.eval_every else 0)
 

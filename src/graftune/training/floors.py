@@ -1,5 +1,5 @@
 """The floor of a session's steps (step/floor.py), measured once for a card, a model and a shape, and kept in the user's
-cache: a run then says at every step which share of it is reached."""
+cache: a run then shows at every step which share of the floor it reaches."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def lacks(parts: Parts) -> tuple[str, str] | None:
 
 
 def key_of(parts: Parts, shape: Capacities, forwards: int) -> str:
-    """Of everything that a floor depends on. How long single documents are is not part of it: attention is a small
-    share, and a run has other documents in every batch. Nor is how many rows each expert has, for the same reason."""
+    """Digest of everything that a floor depends on. It leaves out the lengths of single documents, because attention is
+    a small share and a run has other documents in every batch, and, for the same reason, the rows of each expert."""
     card = torch.cuda.get_device_name(parts.runtime.device)
     packed = [round(packed_bytes(parts, experts=experts), 4) for experts in (False, True)]
     held = [parts.placement.base_dtype, packed, parts.runtime.compute_name]
@@ -62,7 +62,7 @@ def _stored(key: str) -> float | None:
 def work_of(
     parts: Parts, shape: Capacities, lengths: tuple[int, ...], forwards: int, routing: Sequence[LayerRouting] = ()
 ) -> floor.Work:
-    """`lengths`: of the documents of one micro-batch, which add up to its tokens. `routing`: of a step."""
+    """The work of a micro-batch. `lengths`: of its documents, adding up to its tokens. `routing`: of a step."""
     spec = parts.base.spec
     return floor.Work(
         floor.layers_of(spec, routing),
@@ -80,7 +80,8 @@ def work_of(
 
 
 def measured(key: str, work: floor.Work, device: torch.device, console: Console) -> float | None:
-    """Measured now, on a card that holds nothing else of ours, and kept. None where it does not fit."""
+    """Milliseconds of a micro-batch at the floor, from the cache, or measured now and cached. This process must hold
+    nothing else on the card. None where the measurement does not fit."""
     if (found := _stored(key)) is not None:
         console.note("floor: as it was measured earlier for this card, model and shape")
         return found
@@ -96,8 +97,8 @@ def measured(key: str, work: floor.Work, device: torch.device, console: Console)
 
 
 def packed_bytes(parts: Parts, *, experts: bool = False) -> float:
-    """Bytes of a value that each product dequantises, of projections or of a mixture's experts; 0: products read the
-    stored values."""
+    """Stored bytes per value of weights that each product dequantises (projections, or a mixture's experts); 0:
+    products read the stored values directly."""
     form = parts.placement.format
     if form is not None:
         return form.value_bytes if form.dequantised else 0.0

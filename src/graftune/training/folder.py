@@ -62,8 +62,8 @@ def complete(folder: Path, console: Console) -> None:
 
 
 def new_folder(config: Config, data: DataValue, made: ExitStack, held: ExitStack) -> Path:
-    """Make and lock a folder before the model is loaded, so that a read-only disk shows at once. What is new is removed
-    when `made` is closed, because the run did not start; `held` keeps the lock."""
+    """Make and lock a folder before the model is loaded, so that a read-only disk shows at once. `made` is closed if
+    the run does not start, which removes what is new; `held` keeps the lock."""
     folder = Path(config.run.out) if config.run.out else _unused_folder(Path("runs"), slug(data))
     if (folder / "config.yaml").exists():
         raise GraftuneError(

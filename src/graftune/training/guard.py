@@ -46,8 +46,8 @@ from graftune.training.hooks import Hook, RunState
 from graftune.weights import checkpoint
 
 WINDOW, ENOUGH = 50, 20  # steps that a loss is compared with, at most and at least
-SPREADS = 6.0  # a spike is so many spreads of the window's losses above their median, and
-LEAST_RISE = 0.5  # nats at least, and the median itself
+SPREADS = 6.0  # a spike exceeds the median of the window's losses by more than this many standard deviations (MAD),
+LEAST_RISE = 0.5  # by more than this many nats, and by more than the median itself
 ZEROS = 3  # steps in a row without a gradient
 NOISE = 0.01  # a validation loss above the first by less than this share is noise
 SPIKE, NO_GRADIENT, TOKENS, NOT_MOVED, WORSE = "loss_spike", "no_gradient", "tokens", "not_moved", "worse_than_base"
@@ -65,10 +65,10 @@ class Guard(Hook):
         self.loader, self.checkpoints = loader, checkpoints
         self.max_skipped, self.stop_on_warning = max_skipped, stop_on_warning
         self.reported: set[str] = set()  # kinds of warnings, by this process or before a resume
-        self.warning = ""  # the one that stops the run
+        self.warning = ""  # the text of the warning that stops the run
         self.skipped = 0  # steps in a row whose update was skipped
         self.first_skipped: dict[str, Any] = {}  # facts of the first of them
-        self.ends_not_finite = False  # the run has reached its end with weights that are not finite, and has no others
+        self.ends_not_finite = False  # the final weights are not finite, and no best checkpoint can replace them
         self.losses: deque[float] = deque(maxlen=WINDOW)
         self.zeros = 0  # steps in a row without a gradient
         self.last_weights: tuple[int, int, int] | None = None  # step, updates and sum of the bits at the last look
@@ -95,7 +95,7 @@ class Guard(Hook):
             text = f"step {step} counted {counted}: its loss and gradient are those of other data"
             self._warn(state, TOKENS, step, text)
         if figures.skipped:
-            if figures.scale <= LEAST_SCALE:  # fp16's scale cannot fall further; of other dtypes it is 0
+            if figures.scale <= LEAST_SCALE:  # fp16's scale cannot fall further; other dtypes have 0 here
                 self.skipped += 1
                 self.first_skipped = figures.tag if self.skipped == 1 else self.first_skipped
             return
@@ -126,9 +126,9 @@ class Guard(Hook):
             raise Halted
 
     def _check_spike(self, state: RunState, step: int, loss: float) -> None:
-        if len(self.losses) >= ENOUGH and loss > min(self.losses) + LEAST_RISE:  # below that no median is needed
+        if len(self.losses) >= ENOUGH and loss > min(self.losses) + LEAST_RISE:  # else no median is needed
             median = statistics.median(self.losses)
-            spread = 1.4826 * statistics.median(abs(one - median) for one in self.losses)  # a normal one's deviation
+            spread = 1.4826 * statistics.median(abs(one - median) for one in self.losses)  # scaled MAD
             if loss > median + max(SPREADS * spread, LEAST_RISE, abs(median)):
                 text = f"the loss of step {step} is {loss:.3f}, where the {len(self.losses)} steps before it have a "
                 text += f"median of {median:.3f}: lower lr, or look at the data of this step"
@@ -231,8 +231,8 @@ class Guard(Hook):
         )
 
     def _not_finite(self, state: RunState) -> str:
-        """Compute this rank's micro-batches of the first skipped step again. Returns what is not finite first, and in
-        which rows of the data; empty: everything is finite."""
+        """Recompute this rank's micro-batches of the first skipped step. Returns a text that names the first value that
+        is not finite and its rows of the data; empty: everything is finite."""
         parts, place, found_first = state.parts, self._before(state), ""
         if self.loader is None:
             return ""
@@ -250,7 +250,7 @@ class Guard(Hook):
 
 
 def _rows(rows: list[int], data: str) -> str:
-    """Names rows of the data, of which a micro-batch may have many. Rows of several files are counted through."""
+    """Name the first SHOWN of these rows in a message. Rows of several files are numbered consecutively."""
     numbers = sorted(set(rows))
     shown = ", ".join(map(str, numbers[:SHOWN])) + (f" and {len(numbers) - SHOWN} more" if numbers[SHOWN:] else "")
     return f"in row{'s' * (len(numbers) > 1)} {shown} of {data or 'the data'}"

@@ -45,7 +45,7 @@ class Hook:
         return False
 
     def run(self, state: RunState) -> None:
-        """Between two steps, when all steps that were sent have finished. Its time is no part of a step's."""
+        """Between two steps, when all steps that were sent have finished. Its time does not count as a step's."""
 
     def evaluated(self, state: RunState, result: EvalResult) -> None:
         """An evaluation was made."""
@@ -117,13 +117,13 @@ class RunState:
         return self.parts.placement.ranks > 0
 
     def check_stop(self) -> None:
-        """Leave the work if a signal has asked the run to stop."""
+        """Raise `Interrupted` if a signal has asked the run to stop."""
         if self.stop.signal:
             if self.stop.signal != HANGUP:
                 self.report.console.note("stopping: saving a checkpoint")
             raise Interrupted
 
     def check_stop_alone(self) -> None:
-        """The same within work that all ranks do together, which none of several ranks may leave."""
+        """`check_stop` in a run of one process. With several ranks, none may leave work that all do together."""
         if self.ranks.world is None:
             self.check_stop()

@@ -67,7 +67,7 @@ def train(
         if resume is None:
             restarted = ranks.restarted
             resume = ranks.from_lead(lambda: found_again(config, started, restarted))
-            # The settings were compared with the run's own.
+            # found_again has compared the settings with those of the folder.
             overrides = {} if resume is not None else overrides
         result = _train(config, console, resume, overrides or {}, callbacks, ranks, kind)
         if result.signal and not result.started:

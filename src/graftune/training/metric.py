@@ -30,7 +30,7 @@ from graftune.settings.sources import DataValue
 from graftune.tokenizer import Tokenizer
 from graftune.training.user_function import Between, CallFailed, FunctionName, UserFunction
 
-USUAL_RECORDS = 24  # in a run
+USUAL_RECORDS = 24  # records that a run's metric uses, unless `metric_records` is set
 
 
 def _exact(answer: str, reference: str) -> dict[str, float]:
@@ -44,11 +44,11 @@ BUILT_IN: dict[str, Callable[[str, str], dict[str, float]]] = {"exact": _exact, 
 class Question:
     """The prompt of a held-out record."""
 
-    prompt: str  # as the model is given it
+    prompt: str  # the text that the model continues
     tokens: list[int]
     reference: str
     row: int  # its key in the data
-    asked: str = ""  # the part of the prompt that a person recognises
+    asked: str = ""  # what is shown of the prompt: its last turn, or all of a plain text
     record: dict[str, Any] = field(default_factory=dict)  # its columns
 
 
@@ -118,7 +118,7 @@ class Metric(Questions):
         run = config.run
         super().__init__(questions, run.sample_tokens, stops)
         self.name = run.metric
-        self.keys: tuple[str, ...] = ()  # what the first call that worked returned: the others have to return the same
+        self.keys: tuple[str, ...] = ()  # names in the first successful result; later results must have the same
         self.process: UserFunction | None = None
         if run.metric not in BUILT_IN:
             self.process = UserFunction(FunctionName.of(run.metric, "metric"), run.metric_seconds, "metric")
@@ -162,7 +162,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def check_metric(config: Config) -> None:
-    """Refuse a metric that cannot be imported. Asked before anything is loaded."""
+    """Refuse a metric that cannot be imported. Called before anything is loaded."""
     if config.run.metric and config.run.metric not in BUILT_IN:
         function = FunctionName.of(config.run.metric, "metric")
         with closing(UserFunction(function, config.run.metric_seconds, "metric")) as process:
@@ -170,7 +170,7 @@ def check_metric(config: Config) -> None:
 
 
 def check_best(config: Config) -> None:
-    """Refuse a `best` that is no figure of the loss, or that stands beside a metric."""
+    """Refuse a `best` that the loss does not compute, or that is set together with a metric."""
     best, loss = config.run.best, choose(config.train)
     if best != "loss" and config.run.metric:
         what = f"best is {best} and metric is {config.run.metric}, and each of them chooses the best checkpoint"

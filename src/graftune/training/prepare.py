@@ -1,12 +1,11 @@
-"""Prepares a run before its first step: the data, the plan, the folder and the session, each mistake found as early as
-it can be.
+"""Prepares a run before its first step: data, plan, folder and session, in an order that finds mistakes early.
 
 Data comes first, because its mistakes are the common ones; then the folder, so that a read-only disk shows before the
-model is loaded. What was made for a run that does not start is removed again.
+model is loaded. Files made for a run that does not start are removed again.
 
-One function makes the job to plan of a run, of `graftune plan` and of a session of the Python API (`training_job`), so
-that all of them resolve `auto` alike from the same rehearsal (the step, run on meta tensors: plan/). On several ranks
-each one rehearses for itself.
+`training_job` describes what to plan for a run, for `graftune plan` and for a session of the Python API, so that all of
+them resolve `auto` alike from the same rehearsal (the step, run on meta tensors: plan/). On several ranks each one
+rehearses for itself.
 """
 
 from __future__ import annotations
@@ -64,15 +63,15 @@ class RunData(NamedTuple):
 
     training: Dataset
     validation: Dataset
-    examples_sha256: str  # of both; of validation without its limit, which may change on a resume
-    largest: int  # tokens that a micro-batch has to hold at least
+    examples_sha256: str  # of both, as tokens; validation without `eval_examples`, which may change on a resume
+    largest: int  # the fewest tokens that a micro-batch must hold
     questions: SampleQuestions
     metric: Metric | None = None
 
 
 @dataclass(frozen=True)
 class Prepared(PreparedRun):
-    """The trainer uses the parts of a session, not the verbs of the API."""
+    """A run over data, ready for its first step. The trainer uses a session's parts, not the verbs of the API."""
 
     data: RunData
 
@@ -85,8 +84,8 @@ def prepare_run(
     ranks: SingleProcess,
     before: Config | None = None,
 ) -> Prepared:
-    """Prepare a run. `folder_for` makes or finds its folder, once its data was read; its memory is reserved while
-    `held` is open. `before`: the settings so far of a run that is resumed."""
+    """Prepare a run. `folder_for` makes or finds the run folder, once the data was read; memory stays reserved until
+    `held` is closed. `before`: the settings of a resumed run before this resume."""
     if before is None and not config.data.date:
         config = config.replace(date=ranks.from_lead(lambda: today().isoformat()))
     if before is None and (unused := config.not_default(vars(config.rl))):
@@ -104,7 +103,7 @@ def prepare_run(
     path: DataValue = config.data.data or str(sample_for(choose(config.train).data.name))
     with console.working("reading the data"):
         data = ranks.in_turn(lambda: _read(config, base, adapter, path, console))
-        ranks.in_turn(lambda: base.sha256)  # which is stored: one rank of a machine reads the whole file for it
+        ranks.in_turn(lambda: base.sha256)  # one rank of a machine reads the whole file; the digest is cached
     ranks.same(
         {"training data": data.training.sha256, "validation data": data.validation.sha256, "base": base.sha256}
         | {"tokenizer or chat template": data.examples_sha256},
@@ -122,7 +121,7 @@ def prepare_run(
         with console.working("loading the base"):
             parts = open_session(config, base=base, placement=job.placement if job else None, world=ranks.world).parts
             parts.keeps_to_plan = True
-    # A rank's own number is not stored: a resume may have other ranks.
+    # Store `cuda` instead of this rank's `cuda:N`: a resume may have other ranks.
     stored = device.type if ranks.world is not None and asked in ("auto", "cuda") else parts.config.base.device
     parts.config = parts.config.replace(out=str(folder), device=stored)
     return Prepared(folder, parts, plan, before, ranks, data)
@@ -138,8 +137,8 @@ def _planned(
     resuming: bool,
     launched: Launched | None,
 ) -> tuple[Config, Plan | None, Job | None]:
-    """The settings with what the plan resolves, and the plan, whose memory is reserved. `launched` is called for every
-    kernel that the plan foresees."""
+    """The settings with `auto` resolved, the plan and its job; reserves the planned memory. `launched` is called for
+    every kernel of the rehearsed step."""
     device = torch.device(config.base.device)
     if device.type not in PLANNED_ON:
         console.note(f"memory is planned on CUDA and on CPUs, not on {device}")
@@ -165,8 +164,8 @@ def _planned(
 
 
 def opened(config: Config) -> tuple[Config, Base, Adapter | None]:
-    """The settings with full paths and with those of an adapter to continue from; the base, of which only headers are
-    read; and the adapter."""
+    """Open the base, reading only headers, and the adapter to continue from, if any. The settings come back with full
+    paths and with those of the adapter."""
     check_method(config)
     check_best(config)
     adapter = load_adapter(adapter_folder(Path(config.lora.adapter))) if config.lora.adapter else None
@@ -176,7 +175,7 @@ def opened(config: Config) -> tuple[Config, Base, Adapter | None]:
 
 
 def with_auto(config: Config, base: Base, data: RunData | None, console: Console) -> Config:
-    """The settings with `auto` learning rate and tokens of a step chosen for this data (None: for plenty)."""
+    """Resolve an `auto` learning rate and `auto` tokens per step for this data (None: as for plenty of data)."""
     parameters, examples = base.spec.parameters, data.training.examples if data else ()
     own = LOSSES[config.train.loss].lr
     found = auto.with_lr(config, parameters, own)
@@ -229,8 +228,8 @@ def _read(config: Config, base: Base, adapter: Adapter | None, path: DataValue, 
 
 
 def job_of(config: Config, console: Console, memory: int = 0, named: Card | None = None) -> Job:
-    """A run that is only planned: in the shapes of its data, or without data in the largest that settings allow.
-    `named`: the card of another machine to plan for."""
+    """The job of a run that is only planned, with the batch shapes of its data or, without data, the largest that the
+    settings allow. `named`: the card of another machine to plan for."""
     config, base, adapter, runtime, card, memory = opened_to_plan(config, console, memory, named)
     if config.data.data:
         data = _read(config, base, adapter, config.data.data, console)
@@ -273,7 +272,7 @@ def run_job(
     resuming: bool = False,
     ranks: int = 0,
 ) -> Job:
-    """The run as something to plan, in the shapes of its data."""
+    """The job that plans a run, with the batch shapes of its data."""
     held_out, layout = data.validation.examples, choose(config.train).layout
     evaluated = functools.cache(lambda capacity: shape_of(held_out, capacity, layout(held_out)))
     return training_job(
@@ -344,9 +343,9 @@ def training_job(
     sampled: tuple[Request, ...] = (),
     **more: Any,
 ) -> Job:
-    """Training as something to plan: in the shapes of its data, or (None) in those of the samples of a round or the
-    largest that the settings allow. `longest`: tokens that a micro-batch has to hold at least. `more` are fields of
-    the job."""
+    """The job that plans training, with the batch shapes of its data or (None) those of a round's samples, else the
+    largest that the settings allow. `longest`: the fewest tokens that a micro-batch must hold. `more`: further fields
+    of the job."""
     check_recompute(config.train.recompute, runtime.device)
     loss = loss or choose(config.train)
     layout = layout or loss.layout(() if training is None else training)
@@ -394,7 +393,7 @@ def plan_session(
     config, device = parts.config, parts.runtime.device
     if device.type not in PLANNED_ON:
         return None
-    cached = parts.cache_held  # by the samples that were drawn before the first step
+    cached = parts.cache_held  # the cache of samples that were drawn before the first step
     card, free = card and replace(card, free=card.free - cached), free - cached
     base = open_base(config.base.base, config.base.revision, weights=config.train.method != "scratch")
     training = None if data is None else data.examples
@@ -426,7 +425,7 @@ def plan_session(
 
 @contextmanager
 def compiled_ahead(device: torch.device, tell: Callable[[str], None]) -> Iterator[Launched | None]:
-    """Yields a callback that compiles each planned kernel. At the end all of them are compiled."""
+    """Yields a callback that compiles each planned kernel. On exit, waits until all of them are compiled."""
     if device.type != "cuda":
         yield None
         return

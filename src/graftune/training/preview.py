@@ -55,7 +55,7 @@ class Preview(Hook):
             self._written = self._thread.submit(write_preview, *how)
 
     def finish(self, state: RunState) -> dict[str, Any]:
-        self.close(state)  # before the last event of the log: a run that has it lacks nothing
+        self.close(state)  # before `run_end` is logged: a run with that event has all its files
         return {}
 
     def close(self, state: RunState) -> None:

@@ -1,7 +1,7 @@
-"""`graftune profile`: the steps of a run, or of a run as it would be, profiled without a run.
+"""`graftune profile`: profiles the steps of an existing run, or of the run that settings describe, outside of a run.
 
 The data, the plan, the session and the loop are those of a run (prepare.py), so what is profiled is what a run does.
-Steps really train, in memory; nothing of it is kept but the profile.
+Steps really train, in memory; only the profile is kept.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EVALUATED = 8  # examples
 
 
 def profile(config: Config, console: Console, steps: int) -> Profile:
-    """Of at least so many steps, with what was found about the machine and the model in its facts."""
+    """Profile at least `steps` steps. The profile's facts describe the machine and the model."""
     with ExitStack() as held:
         quiet = config.replace(samples=0, score=False)
         place = Path(config.run.out or ".")  # nothing is written there
@@ -69,7 +69,7 @@ def _profile(prepared: Prepared, console: Console, steps: int) -> Profile:
 
 
 class Sender:
-    """Sends one step after the other over the training data, from the beginning again where it ends."""
+    """Sends one step after the other over the training data, and starts over when all epochs are done."""
 
     def __init__(self, prepared: Prepared):
         parts, examples = prepared.parts, prepared.data.training.examples
@@ -81,7 +81,7 @@ class Sender:
         self.steps = self._steps()
         self.sent = self.tokens = self.micro_batches = 0
         self.lengths = self._lengths()
-        self.routing: Sequence[LayerRouting] = ()  # of a step
+        self.routing: Sequence[LayerRouting] = ()  # of the latest step that reported it
 
     def __call__(self) -> None:
         epoch, place, micro_batches = next(self.steps)
@@ -96,7 +96,7 @@ class Sender:
         self.micro_batches += len(micro_batches)
 
     def _lengths(self) -> tuple[int, ...]:
-        """Of the documents of a typical micro-batch, and of what pads it."""
+        """Lengths of the documents of the first micro-batch, and of the padding documents that fill it up."""
         if self.shape is None:
             return ()
         held = [int(self.loader.lengths[index]) for index in self.loader.plan(0)[0][0]]
@@ -104,7 +104,7 @@ class Sender:
         return *held, *([self.shape.longest] * (rest // self.shape.longest)), *filter(None, [rest % self.shape.longest])
 
     def close(self) -> None:
-        """Let go of the model and of the device's memory."""
+        """Release the model and the device's memory."""
         self.steps.close()
         self.parts.close()
 
@@ -116,12 +116,12 @@ class Sender:
 
 
 def _beside(prepared: Prepared) -> dict[str, float]:
-    """Milliseconds of what a run does between steps."""
+    """Milliseconds of an evaluation and of a checkpoint, which a run makes between steps."""
     parts, found = prepared.parts, dict[str, float]()
     examples = prepared.data.validation.examples[:EVALUATED]
     if len(examples):
         if parts.fixed_shapes:
-            parts.evaluated(examples)  # its shape is a new one: kernels and plans are made for it
+            parts.evaluated(examples)  # untimed: kernels are compiled and plans made for this new shape
         found[f"evaluation of {len(examples)} examples"] = _ms(lambda: parts.evaluated(examples))
     with tempfile.TemporaryDirectory() as folder:
         save = parts.step.scaler
@@ -130,7 +130,7 @@ def _beside(prepared: Prepared) -> dict[str, float]:
 
 
 def _ms(work: Callable[[], object]) -> float:
-    """Both end with the host waiting for what they computed."""
+    """Milliseconds that `work` takes. An evaluation and a checkpoint end with the host waiting for the device."""
     began = time.perf_counter()
     work()
     return (time.perf_counter() - began) * 1e3

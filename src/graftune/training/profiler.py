@@ -9,9 +9,10 @@ How many operations are stamped at a time depends on the step: stamps may take S
 tokens has about 300 operations in 6 ms, so it is profiled in turns of one layer each; an 8B step of 8192 tokens in one.
 The first profiled step of a turn captures the step once more and is discarded; its graphs are kept.
 
-In a run, the step before profiled steps is timed plain, and between two profiled steps one passes untimed, because the
-wait leaves the device idle. An occasion that would begin during another one is left out. The profile covers the latest
-occasions: its size, and the time that a document takes, do not grow with the run.
+In a run, `profile_every` sets how often an occasion begins: a plain step is timed, then a step is profiled for each
+turn, and between two profiled steps one passes untimed, because the wait leaves the device idle. An occasion that would
+begin during another one is left out. The profile covers the latest occasions, so that its size and the time to write it
+do not grow with the run.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from graftune.step.pipeline import Pipeline
 from graftune.training.hooks import Hook, RunState
 
 UNTRACED = 3  # steps before a trace begins: kernels compile, the graph is captured, clocks settle
-STAMP_MS = 0.007  # what an event costs a captured step: 4 to 7 us on an H200, by the gap that it leaves behind it
-STAMPS_SHARE = 0.035  # of a step that stamps may take
+STAMP_MS = 0.007  # time that an event adds to a captured step: 4 to 7 us on an H200, measured as the gap after it
+STAMPS_SHARE = 0.035  # share of a step's time that stamps may take
 WARM = 3  # steps before anything is timed: kernels compile, graphs are captured, clocks settle
 WARM_RUN = 5  # the same, in a run
 EAGER = 3  # steps without graphs
-OUTSIDE, OF_A_LAYER = 24, 26  # stamps outside of layers and of one layer, about
+OUTSIDE, OF_A_LAYER = 24, 26  # approximate numbers of stamps: outside of layers, and in one layer
 BESIDE = {"evaluate": "evaluation", "checkpoint": "checkpoint"}  # work whose time a profile shows beside steps
 MOST = 20  # samples of each turn that a run keeps: a document is made of them while the run waits
 
@@ -53,7 +54,7 @@ class Recorder:
     """Takes the samples of a profile while steps are sent."""
 
     def __init__(self, clock: Clock, profile: Profile | None = None, most: int | None = None):
-        """`most`: samples of each turn that are kept, and plain steps; the oldest ones go. None: all of them."""
+        """`most`: how many samples of each turn, and how many plain steps, are kept, the latest ones. None: all."""
         self.clock, self.profile, self.most = clock, profile or Profile(), most
 
     @contextmanager
@@ -65,7 +66,7 @@ class Recorder:
         self.take(timeline)
 
     def begin(self, turn: StampTurn) -> Timeline:
-        """The timeline begins where the step before ended: the time until the first batch is the phase `load`."""
+        """A timeline that begins where the previous step ended; the time until the first batch is its phase `load`."""
         timeline = Timeline(self.clock, turn)
         timeline.phase("load", operation="waiting for a batch")
         return timeline
@@ -85,7 +86,7 @@ class Recorder:
 
 
 def profiled(loop: Pipeline, send: Send, device: torch.device, steps: int) -> Profile:
-    """At least `steps` profiled steps, as many in every turn. The steps are real: they train."""
+    """Profile at least `steps` steps, equally many in every turn. The steps are real: they train."""
     clock = spans.clock_for(device)
     recorder = Recorder(clock)
     profile = recorder.profile
@@ -112,8 +113,8 @@ def profiled(loop: Pipeline, send: Send, device: torch.device, steps: int) -> Pr
 
 
 def _turns(loop: Pipeline, send: Send, clock: Clock, profile: Profile) -> list[StampTurn]:
-    """One, unless its stamps would take too much of a captured step. Eager steps are timed to see what the graph
-    saves."""
+    """One turn, unless its stamps would take too much of a captured step. Also times eager steps, to show what the
+    graph saves."""
     if not loop.graph:
         return [EVERY_LAYER]
     plain = statistics.median(_plain(send, clock) for _ in range(5))
@@ -122,7 +123,7 @@ def _turns(loop: Pipeline, send: Send, clock: Clock, profile: Profile) -> list[S
             send()
             for _ in range(EAGER):
                 profile.eager.append(_plain(send, clock))
-    except torch.OutOfMemoryError:  # the graph's own memory is not free for an eager step
+    except torch.OutOfMemoryError:  # an eager step does not fit beside the graph's memory
         loop.discard()
         profile.eager.clear()
         profile.facts["eager_note"] = "without graphs a step was not timed: it does not fit beside their memory"
@@ -130,8 +131,8 @@ def _turns(loop: Pipeline, send: Send, clock: Clock, profile: Profile) -> list[S
 
 
 def turns_for(layers: int, plain_ms: float) -> list[StampTurn]:
-    """The fewest whose stamps take no more than their share; at most one a layer. Every turn has the stamps outside of
-    layers. A layer has two borders more, forward and backward."""
+    """The fewest turns whose stamps take no more than STAMPS_SHARE of a step; at most one a layer. Every turn has the
+    stamps outside of layers. With several turns, each layer has two more stamps, at its forward and backward border."""
     allowed = STAMPS_SHARE * plain_ms / STAMP_MS
     counts = (n for n in range(1, layers + 1) if OUTSIDE + (OF_A_LAYER + 2 * (n > 1)) * layers / n <= allowed)
     count = next(counts, layers)
@@ -166,7 +167,7 @@ def facts_of(parts: Parts, shape: Capacities | None) -> dict[str, Any]:
 
 
 class ProfiledSteps(Hook):
-    """For runs of one process: a capture more on one of several ranks would leave the others behind."""
+    """`profile_every`, for runs of one process: with several ranks, a capture on one of them would delay the others."""
 
     def __init__(self, parts: Parts, shape: Capacities | None, floor_ms: float | None = None):
         loop, self.layers = parts.pipeline, len(parts.base.spec.layers)
@@ -246,9 +247,9 @@ class ProfiledSteps(Hook):
         """`plain`: the stamps around a plain step."""
         if not self.captured:
             return [EVERY_LAYER]
-        if self.profile.samples:  # as on the first occasion: those graphs are there
+        if self.profile.samples:  # the same turns as on the first occasion, whose graphs exist
             return sorted({sample.turn for sample in self.profile.samples})
-        self.recorder.clock.wait()  # this once: the step to come captures, and is no sample
+        self.recorder.clock.wait()  # leaves the device idle, but the next step captures and is discarded anyway
         return turns_for(self.layers, self.recorder.clock.ms(*plain))
 
     def _write(self, folder: Path) -> dict[str, Any]:
@@ -262,8 +263,8 @@ class ProfiledSteps(Hook):
 
 
 class Trace(Hook):
-    """`trace_steps`: torch's profiler traces some steps of the run into trace.json.gz, for ui.perfetto.dev. A run that
-    ends earlier gets the steps that there were."""
+    """`trace_steps`: torch's profiler traces some steps of the run into trace.json.gz, for ui.perfetto.dev. If the run
+    ends earlier, the trace has the steps up to its end."""
 
     def __init__(self) -> None:
         self.sent = 0

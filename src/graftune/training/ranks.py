@@ -136,7 +136,7 @@ class Distributed(SingleProcess):
         return made
 
     def memory(self, device: torch.device) -> int:
-        """On a CPU the ranks of a machine divide what is free there; those that share a GPU, what is free on it."""
+        """On a CPU, an equal share of the free memory; on a shared GPU, the used bytes and a share of the free ones."""
         if device.type == "cpu":
             return min(self.gather(free_bytes(device) // self.local_size))
         sharing = self.world.sharing
@@ -187,18 +187,19 @@ class Distributed(SingleProcess):
 
     @property
     def restarted(self) -> bool:
-        """Whether a launcher has started these ranks before. Each node of several counts its own restarts alone."""
+        """Whether a launcher has started these ranks before. Each node counts only its own restarts."""
         return self.world.attempt > 1 or max(self.gather(self.world.ranks.restarts)) > 0
 
     def stopped(self, number: int) -> None:
-        """A signal before the first step, which the others may never have had: all of them end. Does not return."""
+        """End all ranks after a signal before the first step, which the others may not have received. Does not
+        return."""
         name = signal.Signals(number).name
         self.watch.fail(f"rank {self.world.rank} was stopped by {name} before the first step", 128 + number)
 
 
 @contextmanager
 def joined(ranks: Ranks, console: Console) -> Iterator[Distributed]:
-    """Join the other processes of the run. A failure of one of them ends all: only signals are raised from here."""
+    """Join the other processes of the run. A failure of one of them ends all; only signals reach the caller."""
     store, attempt = connect(ranks)  # an error before this one is only printed: the other ranks cannot be reached
     watch = Watch(ranks, console.fail, attempt)
     watch.start()

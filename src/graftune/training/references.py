@@ -8,7 +8,7 @@ from graftune.training.hooks import Hook, RunState
 
 
 class References(Hook):
-    """A resumed run finds them again."""
+    """Fills in the references before the first step. A resumed run reads them from the cache."""
 
     def __init__(self, *parts: Examples):
         self.parts = [part for part in parts if len(part)]

@@ -47,7 +47,7 @@ class LiveSpeed:
     _waited: float = 0.0
 
     def amounts(self, facts: dict[str, Any]) -> Amounts:
-        """Of one step, once it is done."""
+        """The operations, the floor and the seconds of waiting of a step that is done."""
         waited = self.waited() if self.waited else 0.0
         idle, self._waited = waited - self._waited, waited
         floor = (self.floor_ms or 0.0) * facts["micro_batches"] / 1e3
@@ -96,7 +96,7 @@ class Reporter:
             yield
 
     def warn(self, text: str, step: int = 0, kind: str = "") -> None:
-        """`kind`: of warnings that are given once in a run (guard.py)."""
+        """Print and log a warning. `kind`: of those that are given once in a run (guard.py)."""
         self.console.warn(text)
         self.log.emit("warning", step=step, text=text, **({"kind": kind} if kind else {}))
 
@@ -113,7 +113,7 @@ class Reporter:
             self.phase("compiling" if compiles else "training")
 
     def sent(self, parts: Parts, step: int) -> None:
-        """Report what the first batch of a shape has decided: the fastest attention, and one more capture."""
+        """Report what the first batch of a shape causes: a choice of the fastest attention, and another capture."""
         backend, captures = parts.step.backend, parts.pipeline.captures
         if backend != (self._attention or parts.attention.backend):
             self.console.note(f"attention: {backend}, timed as the fastest on these documents")

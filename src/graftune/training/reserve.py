@@ -149,7 +149,8 @@ class Reserver:
             raise self._refused(size, refused)
 
     def _reserve(self, size: int, seconds: float) -> Availability | None:
-        """None once the memory is reserved, or if there is no ledger; otherwise what was found at the end."""
+        """Reserve `size` bytes, waiting up to `seconds`. Returns None if that worked or there is no ledger; otherwise
+        what was available at the end."""
         device = self.device
         if self.ledger is None or self.claimed:
             return None
@@ -224,7 +225,7 @@ def _release(claim: Claim) -> None:
 
 
 def _ledger(console: Console, *, required: bool) -> Ledger | None:
-    """None, with a warning, where the ledger cannot be written; then only the free memory counts."""
+    """The machine's ledger; None, with a warning, where it cannot be written: then only the free memory counts."""
     ledger = shared_ledger(console.warn)
     try:
         if ledger is not None:

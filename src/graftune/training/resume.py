@@ -1,5 +1,5 @@
-"""The start of a run in its folder, new or resumed: what is written, compared and reported before the first step, what
-a resumed run keeps, and how long it is now.
+"""Starts a run in its folder, new or resumed: writes the first files, compares a resumed run with its folder, stores
+the settings that a resume changes, reports, and computes the number of steps.
 
 Everything that decides what a run computes is stored with it: as settings in config.yaml, as digests of data, base and
 examples in its log and checkpoints. A resume compares them by name. Rejected: one digest over all settings, which a new
@@ -73,18 +73,18 @@ def stretched(settings: TrainConfig, loader: Loader) -> float:
 
 
 def settings_that(*resume: Resume) -> list[str]:
-    """The settings that are declared so in settings/sections.py."""
+    """The names of the settings that settings/sections.py declares with one of these `resume` kinds."""
     return [leaf.name for leaf in leaves() if leaf.resume in resume]
 
 
 def stored_config(folder: Path, overrides: dict[str, Any]) -> Config:
-    """The settings of a run with `overrides`. A change of one that may not change on resume is refused by name."""
+    """The settings of a run with `overrides`. Refuses, by name, to change one that a resume may not change."""
     config = Config.of_run(folder)
     stored, asked = config.flat(), with_full_paths(Config.of(config.flat(), overrides)).flat()
     free = settings_that("stored", "free")
     for name in overrides:
         was, now = stored[name], asked[name]
-        if name == "device":  # another GPU is taken
+        if name == "device":  # another GPU is allowed
             was, now = was.partition(":")[0], now.partition(":")[0]
         if was != now and name not in free:
             raise GraftuneError(
@@ -93,7 +93,7 @@ def stored_config(folder: Path, overrides: dict[str, Any]) -> Config:
                 fix="resume without it, or start a new run",
             )
     if asked["epochs"] != stored["epochs"] and "max_steps" not in overrides:
-        asked["max_steps"] = 0  # the one that is given decides
+        asked["max_steps"] = 0  # the new number of epochs replaces it
     return Config.of(asked)
 
 
@@ -141,7 +141,7 @@ def identity(config: Config, base: Base, data: str, examples: str) -> dict[str, 
     """What must be the same for a checkpoint to fit: digests, and the settings by name."""
     flat = config.flat()
     settings = {name: flat[name] for name in settings_that("fixed")}
-    settings["device"] = str(settings["device"]).partition(":")[0]  # which of several GPUs it is decides nothing
+    settings["device"] = str(settings["device"]).partition(":")[0]  # which GPU it is changes nothing
     return {
         "format": checkpoint.FORMAT,
         "data": data,
@@ -237,7 +237,7 @@ def _keep_changes(state: RunState, checkpoints: Checkpoints, before: Length) -> 
 
 
 def computed_by(parts: Parts) -> dict[str, str]:
-    """What else decides the last bits of a run's numbers: versions, device and attention. Logged at every start."""
+    """Versions, device and attention backend: they decide the last bits of a run's numbers. Logged at every start."""
     runtime = parts.runtime
     on_cpu = {"cpu": torch.backends.cpu.get_cpu_capability()} if runtime.device.type == "cpu" else {}
     versions = {"graftune": __version__, "torch": str(torch.__version__)}
@@ -286,7 +286,7 @@ def typed_command() -> str:
 
 
 def _report_start(state: RunState, shape: Capacities | None) -> None:
-    """Print what was found and chosen, before the first step. `shape`: of every micro-batch, where it is fixed."""
+    """Print base, device, sizes and schedule before the first step. `shape`: of every micro-batch, if it is fixed."""
     parts, console = state.parts, state.report.console
     spec, arena, settings = parts.base.spec, parts.arena, parts.config.train
     console.note(f"base: {parts.base.name} ({spec.family}, {spec.parameters / 1e6:.0f}M parameters)")

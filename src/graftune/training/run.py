@@ -1,6 +1,6 @@
-"""A run in its folder: it takes steps until it ends or is stopped, takes their figures when they arrive, and calls the
-hooks. A subclass says what a step is: `Trainer` (trainer.py) trains on batches of data, `PolicyRun` (rl/run.py) on
-answers that the model samples.
+"""A run in its folder: sends steps until it ends or is stopped, collects their figures when they arrive, and calls the
+hooks. A subclass defines a step: `Trainer` (trainer.py) trains on batches of data, `PolicyRun` (rl/run.py) on answers
+that the model samples.
 
 Everything a run does next follows from its `Progress`: which step is next and which evaluation was last. So a run that
 was killed anywhere goes on from its last checkpoint and computes, bit for bit, what it would have computed. Signals are
@@ -51,9 +51,9 @@ class TrainResult:
     steps: int  # in all
     stopped: str  # finished, early stop or interrupted
     first_eval: float | None  # the validation loss before the first step
-    best_eval: float | None  # the least one since
+    best_eval: float | None  # the lowest one since
     summary: dict[str, Any] = field(default_factory=dict)  # the figures of the log's last event
-    signal: int = 0  # that interrupted it
+    signal: int = 0  # the signal that interrupted it; 0: none
     started: bool = True  # False: stopped while it was prepared, with nothing written
 
 
@@ -68,12 +68,12 @@ class PreparedRun:
     ranks: SingleProcess
 
 
-Callback = Callable[[Event], object]  # of the user: gets every event of the log
+Callback = Callable[[Event], object]  # a user's function, which gets every event of the log
 
 
 class Run(ABC):
     guard: Guard
-    evaluates: bool  # whether the last step is evaluated, which saves it
+    evaluates: bool  # whether an evaluation follows the last step, which also saves a checkpoint
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Run(ABC):
         shape: Capacities | None = None,
         live: LiveSpeed | None = None,
     ):
-        """`digests`: of the data, and of its examples as tokens. A checkpoint of other ones is not resumed from."""
+        """`digests`: of the data, and of its tokenised examples. A checkpoint with others is not resumed from."""
         parts, ranks, config = prepared.parts, prepared.ranks, prepared.parts.config
         length = self.before = run_length(steps_per_epoch, config.train)
         if prepared.before is not None:  # before this resume
@@ -102,7 +102,7 @@ class Run(ABC):
         self.state = RunState(parts, prepared.folder, ranks, report, length.total, epoch_steps)
         self.checkpoints = Checkpoints(prepared.folder / "checkpoints", same)
         self.last: int | None = None  # the step after which all ranks stop, once one of them asks for it
-        self.closing = False  # all steps are done: what is left changes no checkpoint
+        self.closing = False  # set once all steps are done and saved: no checkpoint is written after that
         track = config.run.track if ranks.leads else "none"
         self.tracking = Tracking(track, prepared.folder, config.flat(), console.warn, epoch_steps)
 
@@ -134,7 +134,7 @@ class Run(ABC):
         return TrainResult(state.folder, p.step, stopped, p.first_loss, p.best_loss, summary, state.stop.signal)
 
     def _to_the_end(self) -> tuple[str, dict[str, Any]]:
-        """How the run ended, and its summary."""
+        """Run until the end. Returns how the run ended, and its summary."""
         state = self.state
         try:
             stopped = self._train()
@@ -187,7 +187,7 @@ class Run(ABC):
             self.guard.halt_if_asked()
             if state.stop.signal:
                 raise Interrupted
-            self.last = None  # later updates were not skipped any more
+            self.last = None  # a later update was applied, so the guard no longer asks to stop
         for hook in state.hooks:
             if hook.due(state):
                 self.finish_steps()
@@ -212,13 +212,13 @@ class Run(ABC):
         if done.signals.stop:
             state.stop.signal = state.stop.signal or signal.SIGTERM
         if self.last is None and (done.signals.stop or self.guard.stops):
-            # By then every rank knows, whichever step it had sent when the figures arrived.
+            # A rank may have sent `ahead` further steps before it sees these figures: all stop after the last of them.
             self.last = done.tag["step"] + self.pipeline.ahead
 
     def _finish(self, stopped: str) -> dict[str, Any]:
         """Take the best weights, write the adapter or model, and let the hooks add to the summary. Rank 0 does it while
         the others wait; they get an empty summary. Where the base is sharded over the ranks, no forward pass works
-        without all of them: then every rank does the same, and what the others write goes nowhere."""
+        without all of them: then every rank does the same, and the others write to a temporary folder."""
         state, parts = self.state, self.parts
         ranks, p, console = state.ranks, state.progress, state.report.console
         if not ranks.leads and not state.together:
@@ -267,8 +267,8 @@ class Run(ABC):
     # Signals
 
     def _signal_watch(self) -> SignalWatch:
-        """On a GPU the host only sends work, which takes no time to speak of: nothing is given up there. Of several
-        ranks none leaves a step that others have begun."""
+        """Handles signals while steps run. Unfinished work is given up only on a CPU and with one process: on a GPU the
+        host only queues work, which is quick, and no rank may leave a step that others have begun."""
         state, alone = self.state, self.state.ranks.world is None
         on_cpu = self.parts.runtime.device.type == "cpu"
         return SignalWatch(

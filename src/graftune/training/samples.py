@@ -2,7 +2,7 @@
 and their score where the data set has a scorer.
 
 Rank 0 asks while the others wait. Where the base is sharded over the ranks, no forward pass works without all of them:
-then every rank does the same, and what the others write goes nowhere.
+then every rank does the same, and only rank 0 logs the answers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SampleQuestions(Questions):
 
     @property
     def texts(self) -> dict[str, list[str]]:
-        """What the log keeps of the questions."""
+        """The prompts and references that the log keeps."""
         return {"prompts": [q.asked for q in self.questions], "references": [q.reference for q in self.questions]}
 
     @property

@@ -37,7 +37,7 @@ class Stopped(BaseException):
 
 
 class Interrupted(Exception):
-    """A signal was seen between two micro-batches, or too long ago."""
+    """Raised between two micro-batches after a signal, or in work that has gone on for too long since the signal."""
 
 
 class StopRequest:

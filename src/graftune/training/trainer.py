@@ -42,7 +42,7 @@ class Trainer(Run):
         self.state.hooks = self._hooks()
 
     def _hooks(self) -> list[Hook]:
-        """In the order in which they are called."""
+        """The run's hooks, in the order in which they are called."""
         prepared, state, run = self.prepared, self.state, self.parts.config.run
         leads, console = state.ranks.leads, state.report.console
         training, hooks = prepared.data.training, list[Hook]()
@@ -86,13 +86,13 @@ class Trainer(Run):
                 return
 
     def _send(self, micro_batches: list[Any]) -> None:
-        """Send a step to the device. Its figures are asked for later."""
+        """Send a step to the device. Its figures are collected later."""
         state, report, p, optim = self.state, self.state.report, self.state.progress, self.parts.config.optim
         lr = learning_rate(p.step, state.total, optim)
         tokens, responses = self.loader.counts(p.epoch, p.epoch_step)
         hyper = hyperparameters(optim, lr=lr, divisor=self.loader.divisor(p.epoch, p.epoch_step))
         ids = [micro_batch_id(p.step, number) for number in self.loader.bins(p.epoch, p.epoch_step)]
-        if state.ranks.world is not None:  # a step that others have begun is not left: all stop after the same one
+        if state.ranks.world is not None:  # no rank leaves a step that others have begun: all stop after the same one
             hyper["stop"] = float(state.stop.signal > 0)
         facts = {"step": p.step + 1, "epoch": p.epoch, "lr": lr, "tokens": tokens, "response_tokens": responses}
         facts |= {"micro_batches": len(micro_batches)}

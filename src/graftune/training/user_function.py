@@ -58,7 +58,7 @@ class FunctionName:
 
 
 class CallFailed(Exception):
-    """Why a call gave no numbers. `wrong_count`: it gave more or fewer than there are completions."""
+    """A call gave no usable numbers. `wrong_count`: it returned more or fewer than there are completions."""
 
     def __init__(self, why: str, wrong_count: bool = False):
         self.wrong_count = wrong_count
@@ -71,12 +71,12 @@ class UserFunction:
     def __init__(self, function: FunctionName, seconds: float, kind: Kind):
         self.path, self.name, self.seconds, self.kind = function.path, function.name, seconds, kind
         self.hangs = 0  # in a row
-        self.needed: list[str] = []  # the keywords that the function cannot do without, once it is imported
+        self.needed: list[str] = []  # parameters without a default, known once the function is imported
         self._process: subprocess.Popen[bytes] | None = None
         self._read = b""
 
     def check(self, name: str) -> None:
-        """Refuse a function that cannot be imported, by this name. Its process stays."""
+        """Refuse a function that cannot be imported; the message calls it `name`. Its process keeps running."""
         try:
             self._start(lambda: None)
         except CallFailed as why:
@@ -92,7 +92,7 @@ class UserFunction:
             [sys.executable, script, *arguments, str(self.seconds), self.kind],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the run; what the function starts ends with it
+            start_new_session=True,  # keeps Ctrl-C from it, and lets `close` end what the function has started
         )
         found = self._line(LOADING, between)
         if isinstance(found, str):
@@ -111,7 +111,7 @@ class UserFunction:
             self._process.stdin.write(json.dumps(given, default=str).encode() + b"\n")
             self._process.stdin.flush()
         except OSError:
-            pass  # it has ended; reading says how
+            pass  # the process has ended; `_line` reports how
         found = self._line(self.seconds, between)
         self.hangs = 0
         if "error" in found:

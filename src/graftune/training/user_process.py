@@ -1,9 +1,9 @@
 """The process of a user's function (user_function.py): `python user_process.py SYS_PATH FILE FUNCTION SECONDS KIND`.
 
-It imports the function, writes a first line of JSON (why that failed, or a list of the keywords that it cannot do
-without), then reads calls as lines of JSON and answers each with a line: its numbers, or its error. A metric's numbers
-have names; a reward's are a list, with null where the function returned None, and the places of those that are no
-finite numbers are listed as `bad`. It runs by its path and imports nothing of graftune.
+It imports the function, writes a first line of JSON (why that failed, or a list of the parameters without a default),
+then reads calls as lines of JSON and answers each with a line: its numbers, or its error. A metric's numbers have
+names; a reward's are a list, with null where the function returned None, and `bad` maps the positions of values that
+are not finite numbers to the reasons. It runs by its path and imports nothing of graftune.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ def add_products_(
     total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, starts: Starts, scale: float = 1.0,
     a_rows: torch.Tensor | None = None, b_rows: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """total [E, M, N] (fp32) += scale * a_e' b_e, a [S, M] and b [S, N]; `a_rows` or `b_rows` [S] say which rows of a
-    or b are meant, where they are not sorted themselves."""
+    """total [E, M, N] (fp32) += scale * a_e' b_e, a [S, M] and b [S, N]. Where a or b is not sorted itself, `a_rows` or
+    `b_rows` [S] gives the row of a or b for each sorted row."""
     assert total.shape == (len(starts.at) - 1, a.shape[1], b.shape[1])
     assert len(a if a_rows is None else a_rows) == len(b if b_rows is None else b_rows)
     launch.implementation(reference, a).add_products_(total, a, b, starts, scale, a_rows, b_rows)

@@ -1,4 +1,4 @@
-"""Products by group: sorted rows belong to experts, those of one lie together, and each expert has its own weight.
+"""Products by group: rows are sorted by expert, and each expert has its own weight.
 
 y[a:b] = x[rows[a:b]] W_e' + b_e + scale * low[a:b] B_e'     (a, b) = starts[e], starts[e + 1]
 total_e += scale * a[a:b]' b[a:b]
@@ -16,10 +16,10 @@ from graftune.kernels.lora_linear.reference import add_product_
 
 
 class Starts(NamedTuple):
-    """Where each expert's rows begin; one more entry says where the last's end."""
+    """Where each expert's rows begin, and as a last entry where the last expert's rows end."""
 
     at: torch.Tensor  # [E + 1] int32
-    host: tuple[int, ...] | None  # the same in Python, on devices that are asked for values without a wait
+    host: tuple[int, ...] | None  # the same in Python, on a CPU; None on a GPU, where reading it would wait
 
     def groups(self) -> Iterator[tuple[int, slice]]:
         """(expert, its rows), for those that have any."""

@@ -1,11 +1,12 @@
 """Frozen products in 8-bit floats: e4m3 codes with one scale for each row, through the GPU's fp8 units.
 
 reference.py has the formulas and explains the adapters' part; kernel.py quantises and transposes, adapters.py writes
-adapters beside weights. Where we write what is quantised, the same kernel writes the codes: norms.py, gated.py and
-rotary.py are norm, SwiGLU and rope with codes, and adapter_products.py the adapters' products, which write codes of
-their results. The output of attention, o's input, is quantised in a pass of its own, since its kernels are not ours.
+adapters beside weights. Where a kernel of ours writes a tensor that is to be quantised, it writes the codes too:
+norms.py, gated.py and rotary.py are norm, SwiGLU and rope with codes, and adapter_products.py has the adapters'
+products, which write codes of their results. The output of attention, o's input, is quantised in a pass of its own,
+since its kernels are not ours.
 
-Codes are [T, K] with rows that may have a stride, `aligned` bytes as a rule; K and N of a product are multiples of 16.
+Codes are [T, K] and may have a row stride, as a rule `aligned` bytes; K and N of a product are multiples of 16.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ LINE = 128
 
 
 def refusal(device: torch.device) -> str | None:
-    """Why this device cannot multiply in fp8, or nothing."""
+    """Why this device cannot multiply in fp8, or None if it can."""
     if not launch.on_gpu(device) or torch.version.hip is not None:
         return f"fp8 products need an NVIDIA GPU of compute capability 8.9 or later, and the device is {device.type}"
     found = launch.capability(device)
@@ -65,7 +66,7 @@ def refusal(device: torch.device) -> str | None:
 
 
 def require(device: torch.device, compute: torch.dtype) -> None:
-    """Refuses what has no fp8 units, and what they do not give back."""
+    """Raises an error for a device without fp8 units, and for a compute dtype that their products do not have."""
     reason = refusal(device)
     if reason is None and compute != torch.bfloat16:
         reason = f"fp8 products come back in bf16, and compute_dtype is {str(compute).removeprefix('torch.')}"
@@ -79,7 +80,7 @@ def aligned(width: int) -> int:
 
 
 def adapter_code_columns(ranks: int) -> int:
-    """Columns of codes beside a weight that adapters take whose ranks sum to `ranks`."""
+    """Columns of codes beside a weight for adapters whose ranks sum to `ranks`."""
     return ceil_div(PIECES * ranks, 16) * 16
 
 
@@ -98,8 +99,8 @@ def quantise(
     reach: torch.Tensor | None = None,
     slack: float = 1.0,
 ) -> torch.Tensor:
-    """x [T, K] (times `factor` [K], fp32) into codes [T, K]; returns the scale [T]. `reach` makes the scale cover
-    what the adapters lay beside (`AdapterCodes`), times `slack`."""
+    """Writes x [T, K] (times `factor` [K], fp32) as codes [T, K]; returns the scale [T]. `reach`, times `slack`, widens
+    the scale so that it also covers the adapters' codes in the row (`AdapterScale`)."""
     assert x.shape == codes.shape and x.stride(1) == codes.stride(1) == 1 and codes.dtype == E4M3
     assert factor is None or (factor.shape == x.shape[1:] and factor.is_contiguous())
     return launch.implementation(reference, x).quantise(x, codes, factor, reach, slack)
@@ -107,7 +108,7 @@ def quantise(
 
 @launch.operation("adapters")
 def lay(h: torch.Tensor, rows: Rows, width: int, shift: torch.Tensor) -> None:
-    """h [T, n] (rows may have a stride) as codes behind the first `width` columns of rows."""
+    """Writes h [T, n] (rows may have a stride) as codes after the first `width` columns of rows."""
     tail = rows.codes[:, width:]
     assert h.stride(1) == 1 and tail.shape[1] >= PIECES * h.shape[1]
     launch.implementation(reference, h).lay(h, rows.scale, shift, tail)
@@ -115,7 +116,7 @@ def lay(h: torch.Tensor, rows: Rows, width: int, shift: torch.Tensor) -> None:
 
 @launch.operation(spans.PRODUCT)
 def mm(a: Rows, b: Rows, dtype: torch.dtype) -> torch.Tensor:
-    """a [M, K], b [N, K] -> a b' [M, N], a fresh tensor. Where there are no fp8 units the same values, dequantised."""
+    """a [M, K], b [N, K] -> a b' [M, N], a fresh tensor. Without a GPU, the codes are dequantised and multiplied."""
     assert a.codes.shape[1] == b.codes.shape[1] and a.codes.shape[1] % 16 == 0 and len(b.codes) % 16 == 0
     if not launch.on_gpu(a.codes):
         return reference.mm(a, b, dtype)
@@ -131,15 +132,15 @@ def transpose(codes: torch.Tensor, out: torch.Tensor) -> None:
 
 @launch.operation("adapters to their weights")
 def quantise_adapters(groups: Sequence[AdapterCodes], tables: dict[str, torch.Tensor]) -> None:
-    """Brings the codes of adapters and their figures up to date; three launches on a GPU."""
+    """Updates the codes of adapters and their `figures`; three launches on a GPU."""
     if groups:
         launch.implementation(reference, groups[0].down, "adapters").quantise_adapters(groups, tables)
 
 
 @launch.operation("adapters")
 def down(rows: Rows, width: int, weight: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """h = x A' [T, n], of what the codes of x say, and h's own codes behind those. The adapters read what the weight
-    reads: up to THIN columns x in bf16 need not exist, and half as many bytes are moved."""
+    """h = x A' [T, n], computed from the codes of x; writes h's own codes after those. Since the adapters read the
+    weight's input codes, x need not exist in bf16 for up to THIN columns, and half as many bytes are moved."""
     x = rows.codes[:, :width]
     if launch.fused(x) and len(weight) <= THIN:
         from graftune.kernels.fp8 import adapter_products
@@ -156,7 +157,7 @@ def down(rows: Rows, width: int, weight: torch.Tensor, shift: torch.Tensor) -> t
 
 @launch.operation("adapters")
 def up_backward(grad_y: torch.Tensor, low: LowRank, rows: Rows, shift: torch.Tensor) -> torch.Tensor:
-    """g = s dY B [T, n] and its codes behind those of dY."""
+    """g = s dY B [T, n]; writes its codes after those of dY."""
     width = grad_y.shape[1]
     if launch.fused(grad_y) and low.rank <= THIN:
         from graftune.kernels.fp8 import adapter_products
@@ -170,7 +171,7 @@ def up_backward(grad_y: torch.Tensor, low: LowRank, rows: Rows, shift: torch.Ten
 
 @launch.operation("adapters")
 def up_both(grad_y: torch.Tensor, low: LowRank, grad_up: torch.Tensor, rows: Rows, shift: torch.Tensor) -> torch.Tensor:
-    """`up_backward`, and dB added into `grad_up` [sum of outs, R] (fp32), in one pass over dY where that is ours."""
+    """`up_backward`, and dB added to `grad_up` [sum of outs, R] (fp32), with our kernel in one pass over dY."""
     width = grad_y.shape[1]
     if launch.fused(grad_y) and low.rank <= THIN:
         from graftune.kernels.fp8 import adapter_products
@@ -198,7 +199,7 @@ def norm(
     *,
     reach: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, y [T, D] -> (s = x + y, rstd [T], scale [T]); norm(s) goes to codes [T, D]. y is overwritten by the sum."""
+    """x, y [T, D] -> (s = x + y, rstd [T], scale [T]); writes norm(s) as codes [T, D]. y is overwritten by the sum."""
     assert x.is_contiguous() and (y is None or (y.shape == x.shape and y.is_contiguous()))
     assert codes.shape == x.shape and codes.stride(1) == 1
     return launch.implementation(reference, x, "norms").norm(x, y, weight, eps, codes, reach)
@@ -217,8 +218,8 @@ def norm_backward(
     *,
     reach: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """rms_norm.add_backward into `out`, which may be `residual`; times `factor` [D] it goes to codes [T, D], for the
-    projection that wrote the stream. Returns their scale [T]."""
+    """Writes rms_norm.add_backward to `out`, which may be `residual`, and times `factor` [D] as codes [T, D], for the
+    projection that wrote the stream. Returns the codes' scale [T]."""
     assert x.is_contiguous() and grad_y.stride(1) == residual.stride(1) == out.stride(1) == codes.stride(1) == 1
     assert grad_y.shape == residual.shape == out.shape == codes.shape == x.shape and factor.shape == x.shape[1:]
     implementation = launch.implementation(reference, x, "norms")
@@ -227,7 +228,7 @@ def norm_backward(
 
 @launch.operation("gated unit")
 def act(gate_up: torch.Tensor, codes: torch.Tensor, *, reach: torch.Tensor | None = None) -> torch.Tensor:
-    """SwiGLU of gate_up [T, 2F] into codes [T, F]; returns the scale [T]."""
+    """Writes SwiGLU of gate_up [T, 2F] as codes [T, F]; returns their scale [T]."""
     assert gate_up.is_contiguous() and gate_up.shape == (len(codes), 2 * codes.shape[1]) and codes.stride(1) == 1
     return launch.implementation(reference, gate_up, "gated").act(gate_up, codes, reach)
 
@@ -243,7 +244,7 @@ def act_backward(
     *,
     reach: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """swiglu.backward; out times `factor` [2F] goes to codes [T, 2F]. Returns their scale [T]."""
+    """Runs swiglu.backward, and writes out times `factor` [2F] as codes [T, 2F]. Returns their scale [T]."""
     assert gate_up.is_contiguous() and gate_up.shape == out.shape == codes.shape and grad.shape == act.shape
     assert grad.stride(1) == out.stride(1) == act.stride(1) == codes.stride(1) == 1 and factor.shape == out.shape[1:]
     return launch.implementation(reference, grad, "gated").act_backward(grad, gate_up, out, act, codes, factor, reach)
@@ -261,8 +262,8 @@ def rope_backward(
     *,
     reach: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """rope.finish_backward without norms; grad_qkv times `factor` [(N + 2K) H] goes to codes [T, (N + 2K) H]. Returns
-    their scale [T]."""
+    """Runs rope.finish_backward without norms, and writes grad_qkv times `factor` [(N + 2K) H] as codes
+    [T, (N + 2K) H]. Returns their scale [T]."""
     assert codes.shape == grad_qkv.shape and codes.stride(1) == 1 and factor.shape == codes.shape[1:]
     if launch.fused(grad_qkv):
         from graftune.kernels.fp8 import rotary

@@ -1,8 +1,8 @@
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
-"""The thin products of adapters beside FP8 weights: lora_linear's, which also go as codes behind the rows that the
-product reads, so that nothing is read once more to quantise it.
+"""The thin products of adapters beside FP8 weights: those of lora_linear, which also write their results as codes after
+the rows that the weight's product reads, so that nothing is read once more to quantise it.
 
-Where y itself are codes, the adapters read what the weight reads: half as many bytes.
+Where y itself is stored as codes, the adapters read the codes that the weight reads: half as many bytes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from graftune.kernels.lora_linear.kernel import (
 
 
 class CodeColumns(NamedTuple):
-    """8-bit rows to be filled (reference.py)."""
+    """8-bit rows whose last columns a thin product fills (reference.py)."""
 
-    rows: torch.Tensor  # [T, width + adapter columns]: what the product leaves goes behind the first `width` columns
+    rows: torch.Tensor  # [T, width + adapter columns]: codes of the thin product go after the first `width` columns
     width: int
     scale: torch.Tensor  # [T] fp32, by which a row is divided
-    shift: torch.Tensor  # 0-dim fp32, by which the thin product is multiplied besides
+    shift: torch.Tensor  # 0-dim fp32, a further factor of the thin product
 
     @property
     def tail(self) -> torch.Tensor:
@@ -109,8 +109,8 @@ def _add(
 
 
 def _tile(tokens: int, codes: bool) -> tuple[int, int, int, int, int]:
-    """Tokens and columns of a tile, warps, stages, programs wanted. Codes are converted to numbers on the way, which
-    wants more programs."""
+    """Tokens and columns of a tile, warps, stages, desired number of programs, which is larger for codes because the
+    kernel converts them to numbers."""
     if tokens < 4096:
         return 64, 64, 4, 4, 256
     return (64, 128, 4, 3, 264) if codes else (64, 128, 8, 4, 128)
@@ -128,7 +128,7 @@ def rows(
     row_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[T, rank * members] = scale * y[:, columns] weight; weight [sum of widths, rank] (transposed: [rank, width]).
-    Where y are codes, `row_scale` [T] says of what."""
+    If y is stored as codes, `row_scale` [T] has the scales of its rows."""
     tokens = len(y)
     bt, bc, warps, stages, splits, per_split = tiles_of(tokens, columns, _tile(tokens, row_scale is not None))
     starts, stops, offsets, _ = places(columns, bc)
@@ -149,7 +149,7 @@ def rows(
 
 
 def add_up(parts: torch.Tensor, out: torch.Tensor, codes: CodeColumns, counts: tuple[int, ...] | None = None) -> None:
-    """lora_linear's, without adding to what is there; the sum goes behind the codes too."""
+    """`add_up` of lora_linear, which overwrites `out` and also writes the sum as codes after the rows of `codes`."""
     n, width = out.numel(), out.shape[-1]
     each, many, block, warps = adding(parts, counts)
     tail = codes.tail
@@ -160,7 +160,7 @@ def add_up(parts: torch.Tensor, out: torch.Tensor, codes: CodeColumns, counts: t
 
 
 def clear(thin: int, codes: CodeColumns) -> None:
-    """What is behind the thin product becomes zero."""
+    """Zeroes the columns after the codes of the thin product."""
     tail = codes.tail.view(torch.uint8)
     if tail.shape[1] > PIECES * thin:
         tail[:, PIECES * thin :].zero_()

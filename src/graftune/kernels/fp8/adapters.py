@@ -1,9 +1,9 @@
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
-"""Adapters as codes beside and below their weights, after every update: all of a model in three launches.
+"""Writes all adapters of a model as codes beside and below their weights, after every update, in three launches.
 
 `_measure` finds the norm and the largest value of each rank, `_figures` derives reach and shift of each group from
-them, `_quantise` writes the codes hi, lo and hi. What they read and write is in tables of addresses, made once: a
-captured update follows the adapters.
+them, `_quantise` writes the codes hi, lo and hi. Tables, made once, have the addresses that they read and write, so a
+captured update quantises the current adapters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from graftune.kernels.fp8.adapter_products import beyond_code
 from graftune.kernels.fp8.reference import HEADROOM, LARGEST, MOST_Q, AdapterCodes
 from graftune.kernels.lora_linear.reference import members
 
-PIECE = 2048  # values that one program lays
+PIECE = 2048  # values that one program writes as codes
 
 
 @launch.kernel
@@ -110,7 +110,7 @@ def _quantise(a_type_ptr, code_type_ptr, table_ptr, alpha_ptr, B: tl.constexpr):
 
 
 def quantise_adapters(groups: Sequence[AdapterCodes], tables: dict[str, torch.Tensor]) -> None:
-    """All groups in three launches, whose tables are made at the first call: not while capturing."""
+    """Quantises all groups in three launches. The first call makes their tables, so it must not be captured."""
     if "fp8.ranks" not in tables:
         _make_tables(groups, tables)
     kinds = groups[0].down, groups[0].beside

@@ -1,21 +1,21 @@
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
-"""SwiGLU beside fp8 products: forward it writes the codes that `down` reads, and backward those of gate_up's gradient.
+"""SwiGLU that writes fp8 codes: the forward those that `down` multiplies, the backward those of gate_up's gradient.
 
-Bytes a token (F = 14336 at 8B; 2 a value, 1 a code), apart and here:
+Bytes per token (F = 14336 at 8B; 2 a value, 1 a code), in separate kernels and here:
 
-    forward     reads 4 F and writes the codes, 1 F, which h is made of too. Apart the activation is written and read
-                again, 4 F.
-    backward    reads 6 F, writes 4 F + 2 F, and g reads dY, 4 F. Apart dY is read once more for the codes, 4 F, and
-                these are written, 2 F. Here a program reads back the row that it has just written: from memory only
-                the 2 F go.
+    forward     reads 4 F and writes the codes, 1 F, from which h is computed too. Separate kernels also write the
+                activation and read it again, 4 F.
+    backward    reads 6 F, writes 4 F + 2 F, and g reads dY, 4 F. Separate kernels read dY once more for the codes, 4 F,
+                and write these, 2 F. Here a program reads back from cache the row that it has just written, so only
+                the 2 F of codes are further memory traffic.
 
-The row comes back from cache if few are under way: 2 to a multiprocessor with 16 warps each, of 115 kB with its
-activation and codes, are 30 MB, and a large chip's second level has 50. With 4 warps there would be 6, and 91 MB.
-Rejected, in microseconds at 8B and 8192 tokens (H200), where this takes 432 and g with dB of its dY 137:
-the row in registers whole (spilled with 16 warps as with 32); several rows a program (480 to 500); codes written by the
-kernel of g and dB at a scale left here (301 for it: its best tile then needs 255 registers and spills); no dY at all, a
-row of scratch a program (394), and g with dB of the codes (232 at best: turning codes into numbers takes longer than
-reading the other half of their bytes).
+The row is still in cache if few rows are in flight: 2 on a multiprocessor with 16 warps each, of 115 kB with activation
+and codes, are 30 MB, and the second-level cache of a large chip has 50. With 4 warps there would be 6, and 91 MB.
+Rejected, in microseconds at 8B and 8192 tokens (H200), where this takes 432, and computing g and dB from its dY 137:
+the whole row in registers (16 and 32 warps both spilled); several rows a program (480 to 500); codes written by the
+kernel of g and dB with a scale from here (301 for it: its best tile then needs 255 registers and spills); no dY at all,
+but a row of scratch per program (394), and g and dB from the codes (232 at best: converting codes to numbers takes
+longer than reading the other half of their bytes).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from graftune.kernels.swiglu.kernel import _act as unit
 
 ONE_ACT = 1 << 14  # values of a SwiGLU row that one program holds
 ACT_BLOCK = 4096  # values of each of gate, up and grad at a time
-EACH = 8  # of them a thread: 16 bytes
+EACH = 8  # of these values per thread: 16 bytes
 
 
 @triton.jit

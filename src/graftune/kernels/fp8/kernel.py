@@ -1,8 +1,8 @@
-"""Codes on the GPU: rows quantised in one reading, thin products laid beside them, codes transposed at full bandwidth.
+"""Quantises rows on the GPU in one read, writes thin products as codes beside them, and transposes codes.
 
-A row lies in the registers of one program, so its largest value and its codes come of one reading; rows of more than
-`ONE` values are read twice. Bytes are transposed four by four: words are loaded, bytes are exchanged between the words
-of four rows in registers, and what goes through shared memory is whole words, which moving bytes singly would not be.
+One program holds a row in registers, so it computes the largest value and the codes from one read; rows of more than
+`ONE` values are read twice. Bytes are transposed four by four, at full bandwidth: words are loaded, bytes are exchanged
+between the words of four rows in registers, and only whole words go through shared memory, not single bytes.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _transpose(codes_ptr, out_ptr, fours, words, stride, out_stride, BF: tl.cons
 
 
 def warps(width: int) -> int:
-    """Of a program that holds a row."""
+    """The number of warps of a program that holds a row of this width."""
     return min(32, max(1, launch.power_of_two(width) // 1024))
 
 

@@ -1,18 +1,18 @@
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
-"""The norm beside fp8 products: forward it writes the codes that the product behind it reads, and backward those that
-the projection before it reads.
+"""The norm that writes fp8 codes: the forward those that the projection after it multiplies, the backward those of the
+gradient that the projection before it multiplies.
 
-Bytes a token (D = 4096 at 8B; 2 a value, 1 a code), apart and here, for each of a layer's two norms:
+Bytes per token (D = 4096 at 8B; 2 a value, 1 a code), in separate kernels and here, for each of a layer's two norms:
 
-    forward     reads x and y, writes their sum: 6 D. Apart it also writes the normed row, which is read for the codes
-                and for h: 2 D + 2 D + 2 D, and 1 D of codes. Here 1 D of codes, and h is computed from these: 1 D.
-    backward    reads the gradient of what was normed, x and the stream's gradient, and writes that: 8 D. It is dY of
-                the o or down that wrote the stream. Apart it is read once more for the codes, 2 D, and these are
-                written, 1 D. Here only written: 1 D.
+    forward     reads x and y, writes their sum: 6 D. Separate kernels also write the normed row and read it for the
+                codes and for h: 2 D + 2 D + 2 D, and 1 D of codes. Here 1 D of codes; h is computed from these: 1 D.
+    backward    reads the gradient of the norm's output, x and the stream's gradient, and writes the latter: 8 D. That
+                is dY of the projection (o or down) that wrote the stream. Separate kernels read it once more for the
+                codes, 2 D, and write these, 1 D. Here they are only written: 1 D.
 
 At 8192 tokens the backward saves 2 x 2 D x 8192 = 134 MB a layer, about 1 ms of a step of 8B at 4.2 TB/s. It could
-leave the scale only, and the kernel of g write the codes, which moves as many bytes; but a row of the stream is in the
-registers whole, while writing codes takes that kernel from 93 registers to 255.
+store only the scale and let the kernel of g write the codes, which moves as many bytes; but here a whole row of the
+stream is in registers, while writing codes raises that kernel from 93 registers to 255.
 """
 
 from __future__ import annotations

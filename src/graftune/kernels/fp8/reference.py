@@ -6,17 +6,18 @@
 The weight's scales belong to its rows [out], which are what the backward sums over: there they are multiplied into dY
 before it is quantised (`factor`), and the same codes serve forward and backward.
 
-**Adapters.** y must also get s h B', in bf16's precision, and adding it to what is there would read y once more. So it
-goes along as more columns. A number is two codes, v = hi + lo, good to 2^-8 of itself (and to 2^-10 absolutely, where
-the largest code is 448), and
+**Adapters.** s h B' must be added to y in bf16's precision, and a separate addition would read y once more. So the
+adapters are more columns of the product. A number is stored as two codes, v = hi + lo, with a relative error of 2^-8
+(and an absolute one of 2^-10, where the largest code is 448), and
 
     [x | hi(h) | hi(h) | lo(h)] [W | hi(B) | lo(B) | hi(B)]'  =  x W' + (hi + lo)(h) (hi + lo)(B)' - lo(h) lo(B)'
 
-The row scales are those of x and W, so B is divided by W's, and a power of two q moves between the two sides: B q must
-stay below 448, and h / q below 448 times x's scale. For the latter the scale of a row is widened where needed, before h
-is known, by |h_r| <= |x| |A_r| (`reach`). e4m3 keeps its 3 bits over 15 powers of two, so a scale that is wider than it
-need be by up to 2^6 costs nothing that the 3 bits have not cost already. The share's error is then 2^-8 of itself, or,
-where it is tiny, a thousandth of what rounding y to bf16 costs. The same holds for dX and g A, with W and A, dY and g.
+The row scales are those of x and W, so B is divided by W's, and a power of two q is multiplied into B and divided out
+of h: B q must stay below 448, and h / q below 448 times x's scale. For the latter, the scale of a row is widened where
+needed before h is known, using the bound |h_r| <= |x| |A_r| (`reach`). e4m3 keeps its 3 bits of mantissa over 15 powers
+of two, so a scale that is too wide by up to 2^6 loses no more than those 3 bits lose already. The relative error of the
+adapters' share is then 2^-8, or, where the share is tiny, a thousandth of the error of rounding y to bf16. The same
+holds for dX and g A, with W and A, dY and g.
 
 Rejected: adding h B' to y afterwards (a pass over y: 18 ms of a step of 290 at 8B, 8192 tokens), letting the consumers
 of y add it (products in their tiles: docs/lessons.md), one code instead of two (an error of 2^-4).
@@ -35,10 +36,10 @@ from graftune.kernels.swiglu import reference as swiglu
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
-SMALLEST = 2.0**-100  # of a scale: rows of zeros have it
+SMALLEST = 2.0**-100  # the smallest scale: that of a row of zeros
 PIECES = 3  # columns a rank takes: hi hi, hi lo, lo hi
 HEADROOM = 8.0  # by which q may exceed the largest |A_r|: h / q then has two good codes, and scales are rarely widened
-MOST_Q = 2.0**24  # q is between its inverse and this: divided by the smallest scale it is still a number
+MOST_Q = 2.0**24  # q is between 1 / MOST_Q and this: divided by the smallest scale it is still finite
 
 
 class Rows(NamedTuple):
@@ -49,7 +50,7 @@ class Rows(NamedTuple):
 
 
 class AdapterScale(NamedTuple):
-    """What a group's adapters need of whoever quantises beside them; 0-dim fp32 tensors, live."""
+    """How to quantise the rows beside a group's adapters: 0-dim fp32 views, updated with the adapters."""
 
     reach: torch.Tensor  # the row's scale is at least reach * |x| / 448
     shift: torch.Tensor  # 1 / q
@@ -63,8 +64,8 @@ class AdapterCodes(NamedTuple):
     columns: tuple[tuple[int, int], ...]  # of y, for each member
     alpha: float  # alpha / rank
     scale: torch.Tensor  # [out] fp32, of the weight
-    beside: torch.Tensor  # [out, code columns] e4m3, columns behind the weight's
-    below: torch.Tensor  # [code columns, in] e4m3, rows behind the weight's; strides of both may be any
+    beside: torch.Tensor  # [out, code columns] e4m3, columns after the weight's
+    below: torch.Tensor  # [code columns, in] e4m3, rows after the weight's; both may have any strides
     figures: torch.Tensor  # [4] fp32: reach and shift of the forward pass, then of the backward
 
     @property
@@ -77,7 +78,7 @@ class AdapterCodes(NamedTuple):
 
 
 def scale_of(x32: torch.Tensor, reach: torch.Tensor | None = None) -> torch.Tensor:
-    """Of rows in fp32. What is not finite stays so: the step that sees it is skipped."""
+    """The scales of rows in fp32. A row that is not finite gets such a scale: the step is then skipped."""
     most = x32.abs().amax(1)
     if reach is not None:
         most = torch.maximum(most, reach * x32.square().sum(1).sqrt())
@@ -85,7 +86,7 @@ def scale_of(x32: torch.Tensor, reach: torch.Tensor | None = None) -> torch.Tens
 
 
 def encode(x32: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """Codes of x32 * inverse. Whatever is beyond 448 is 448, NaN is NaN."""
+    """Codes of x32 * inverse, clamped to -448 and 448; NaN stays NaN."""
     return (x32 * inverse).clamp(-LARGEST, LARGEST).to(E4M3)
 
 
@@ -99,13 +100,13 @@ def quantise(
 
 
 def split(x32: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """hi, lo: x32 is about their sum."""
+    """Codes hi and lo whose sum approximates x32."""
     hi = encode(x32, torch.ones((), device=x32.device))
     return hi, encode(x32 - hi.float(), torch.ones((), device=x32.device))
 
 
 def lay(h: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, tail: torch.Tensor) -> None:
-    """h [T, n] as codes in tail [T, code columns] beside rows of that scale; columns beyond 3 n become zero."""
+    """Writes h [T, n] as codes to tail [T, code columns], beside rows of this scale; columns beyond 3 n become zero."""
     n = h.shape[1]
     hi, lo = split(h.float() * (scale.reciprocal() * shift).unsqueeze(1))
     for i, piece in enumerate((hi, hi, lo)):
@@ -124,13 +125,13 @@ def transpose(codes: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def power(x: torch.Tensor) -> torch.Tensor:
-    """The largest power of two that is at most x, within what q may be."""
+    """The largest power of two that is at most x, within the range of q."""
     x = x.float().clamp(1 / MOST_Q, MOST_Q)
     return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 def quantise_adapters(groups: Sequence[AdapterCodes], tables: dict[str, torch.Tensor]) -> None:
-    """Brings each group's figures and its codes beside and below the weight up to date."""
+    """Updates each group's `figures` and its codes beside and below the weight."""
     for group in groups:
         _quantise(group)
 
@@ -178,13 +179,13 @@ def norm_backward(
     factor: torch.Tensor,
     reach: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The stream's gradient into `out`, and times `factor` into `codes`; returns the scale."""
+    """Writes the stream's gradient to `out` and, times `factor`, to `codes`; returns the scale."""
     rms_norm.add_backward(grad_y, x, rstd, weight, residual, None, out)
     return quantise(out, codes, factor, reach)
 
 
 def act(gate_up: torch.Tensor, codes: torch.Tensor, reach: torch.Tensor | None) -> torch.Tensor:
-    """SwiGLU into `codes`; returns the scale."""
+    """Writes SwiGLU to `codes`; returns the scale."""
     x32 = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     swiglu.forward(gate_up.float(), x32)
     return quantise(x32, codes, None, reach)
@@ -199,6 +200,6 @@ def act_backward(
     factor: torch.Tensor,
     reach: torch.Tensor | None,
 ) -> torch.Tensor:
-    """SwiGLU's backward into `out` and `act`, and out times `factor` into `codes`; returns the scale."""
+    """Writes SwiGLU's backward to `out` and `act`, and out times `factor` to `codes`; returns the scale."""
     swiglu.backward(grad, gate_up, out, act)
     return quantise(out, codes, factor, reach)

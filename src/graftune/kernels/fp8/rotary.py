@@ -1,12 +1,12 @@
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
-"""Rope's backward beside fp8 products: it writes qkv's gradient, and the codes that qkv reads of it.
+"""Rope's backward that writes fp8 codes: it writes qkv's gradient, and its codes for the product of dX.
 
-A program owns a token with all its heads, so that the row's scale and its codes come of values in registers; rope's own
-kernel goes by heads, which leaves whole rows to a second reading. Bytes a token (W = 6144 columns at 8B): both read
-2 W and write 2 W; apart another 2 W are read for the codes, 1 W, which here are only written.
+A program computes all heads of a token, so the row's scale and codes are computed from values in registers; rope's own
+kernel divides rows by heads, so whole rows would be read a second time. Bytes per token (W = 6144 columns at 8B): both
+read 2 W and write 2 W; a separate kernel reads another 2 W for the 1 W of codes, which are only written here.
 
-What is not for one token's program stays with rope's kernel and a pass for the codes: norms of q and k, heads that turn
-in part, and dk and dv that are still to be added up over query heads (few tokens, so little to win).
+Other cases use rope's kernel and a pass for the codes: norms of q and k, heads that are rotated in part, and dk and dv
+that still have to be summed over query heads (few tokens, so little to gain).
 """
 
 from __future__ import annotations

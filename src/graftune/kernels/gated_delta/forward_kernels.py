@@ -1,6 +1,6 @@
 """The kernels of the delta rule's forward; kernel.py launches them, reference.py has the formulas.
 
-q and k are used as they are: their lengths are factors of rows, which are applied to small tiles or to results.
+q and k are read unnormalised: the inverse lengths of their rows are multiplied into small tiles or into results.
 
 w = (I + A)^-1 b exp(G) k and u = (I + A)^-1 b v; the scan overwrites u with W = u - w S.
 

@@ -147,7 +147,7 @@ def _scan_grid(table: ChunkTables, v: torch.Tensor, size: DeltaTile) -> tuple[in
 
 
 def _options(k: torch.Tensor, v: torch.Tensor, size: DeltaTile, tiled: bool) -> dict[str, Any]:
-    """What all kernels of the chunks are compiled for."""
+    """The compile-time constants and launch options that all kernels of the chunks share."""
     width = k.shape[2]
     return {
         "D": width, "E": v.shape[2], "BD": launch.power_of_two(width, 16), "BE": size.columns,

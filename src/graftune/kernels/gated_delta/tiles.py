@@ -45,7 +45,7 @@ TILES = {
 }
 FP32_TILE = DeltaTile(32, 8, 1)  # products in fp32 do not use tensor cores, and their tiles take twice the memory
 SOLVE_BLOCK = 8  # tokens of a block that is inverted row by row, in fp32
-SOLVE_PRECISION = "tf32"  # in which they are joined for 16-bit inputs; the result is rounded to 16 bits
+SOLVE_PRECISION = "tf32"  # in which the blocks are joined for 16-bit inputs; the result is rounded to 16 bits
 
 
 def tile(kernel: str, v: torch.Tensor) -> DeltaTile:

@@ -1,8 +1,8 @@
-"""GGUF blocks, as they lie in the file, to numbers: to the bit what the gguf package makes of them, then rounded to the
-dtype of what is written. See reference.py for the formats.
+"""Dequantises GGUF blocks, stored as in the file: values are those of the gguf package to the bit, then rounded to the
+dtype of the output. See reference.py for the formats.
 
-blocks [rows, bytes of a row] uint8, one row after the other -> out [rows, width] in bf16, fp16 or fp32, whose rows may
-lie apart.
+blocks [rows, bytes of a row] uint8, contiguous -> out [rows, width] in bf16, fp16 or fp32, which may have any row
+stride.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OUT = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def is_quantised(kind: str) -> bool:
-    """Whether it is a kind of blocks that is read here, and not of plain floats."""
+    """Whether `kind` is a kind of blocks that this package reads, other than plain floats."""
     return kind in KINDS and kind not in PLAIN
 
 
@@ -29,8 +29,8 @@ def dequantise(
     used: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Writes all rows of the weight to `out`, or those that `rows` [len(out)] (int32 or int64) names, in its order.
-    `used` [E + 1] (int32): where the rows of E experts begin, of which these are the weights, at least two rows each;
-    on a GPU, experts without rows may be left out."""
+    `used` [E + 1] (int32), if these are the weights of E experts, at least two rows each: where each expert's token
+    rows begin; on a GPU, weights of experts without any may be skipped."""
     assert blocks.dtype == torch.uint8 and blocks.dim() == 2 and blocks.is_contiguous()
     assert kind in KINDS, f"there is no dequantisation of {kind}"
     assert out.dtype in _OUT and out.dim() == 2 and out.stride(1) == 1
@@ -52,8 +52,8 @@ def dequantise(
 
 
 def scales(blocks: torch.Tensor, kind: str) -> torch.Tensor:
-    """Floats that are finite where the values are: the fp16 scales of all blocks, in no order that matters, or the
-    floats themselves where there are no blocks."""
+    """Floats that are all finite if and only if all values are: the fp16 scales of all blocks, in no particular order,
+    or the values themselves for plain floats."""
     if kind in PLAIN:
         return blocks.view(PLAIN[kind])
     each = blocks.view(-1, KINDS[kind].bytes)
@@ -64,7 +64,7 @@ def scales(blocks: torch.Tensor, kind: str) -> torch.Tensor:
 
 @launch.operation("dequantise")
 def cast(values: torch.Tensor, out: torch.Tensor) -> None:
-    """Floats [rows, width] in any of three dtypes to those of `out`, whose rows may lie apart."""
+    """Casts floats [rows, width] in bf16, fp16 or fp32 to the dtype of `out`, which may have any row stride."""
     assert values.dtype in _OUT and values.shape == out.shape and values.is_contiguous() and out.stride(1) == 1
     if launch.fused(values):
         from graftune.kernels.gguf_dequant import kernel

@@ -1,20 +1,20 @@
-"""GGUF blocks to numbers on the GPU: reference.py's formulas, a lane for every four bytes of codes.
+"""Dequantises GGUF blocks on the GPU by reference.py's formulas, with a lane for every four bytes of codes.
 
 Writing is most of the traffic (two bytes a value against half a byte or so), and at the memory's speed there is time
-for about fifteen instructions a value, half as many if they are on integers. So a tile is lanes: each loads one word
-of codes and the block's scales (lanes that load the same address share one access), brings the codes of four values in
-a row together in a word, all four at once, and stores their values together, 8 bytes in bf16; the next lane goes on
-where it ends. Loads are words where blocks are multiples of four bytes and pairs of half words where they are not: all
-are even, and bytes would take twice the instructions. (MXFP4's blocks are odd and loaded by bytes.) A lane for every
-value instead would load each byte of codes two or four times and decode its scale as often.
+for about fifteen instructions a value, half as many if they are on integers. So a tile consists of lanes: each loads a
+word of codes and the block's scales (lanes that load the same address share one access), extracts the codes of four
+adjacent values at once into the bytes of a word, and stores the four values together, 8 bytes in bf16; the next lane
+stores those that follow. Loads are words where blocks are multiples of four bytes, else pairs of half words: these
+blocks are even, and bytes would take twice the instructions. (MXFP4's blocks are odd and loaded by bytes.) A lane for
+every value instead would load each byte of codes two or four times and decode its scale as often.
 
 Lanes and blocks are one dimension, lanes first, so that neighbouring threads are neighbouring lanes. As two dimensions
-they are equally contiguous to Triton, and which of them its threads run along hangs on its version: along the blocks
-they wrote to 32 of them at a time, at a quarter of a copy's speed (H200).
+they are equally contiguous to Triton, and along which of them its threads run depends on its version: along the blocks,
+threads wrote to 32 blocks at a time, at a quarter of a copy's speed (H200).
 
-Tiles run over the blocks of all rows in one sequence, so short rows waste nothing; blocks a row are compiled in, which
-makes a block's row a multiplication and a shift. Contracted multiply-adds would change nothing (see reference.py), but
-launches forbid them: equality to the bit should not hang on a proof.
+Tiles run over the blocks of all rows in one sequence, so short rows waste nothing; the blocks per row are a constant at
+compile time, so a block's row costs a multiplication and a shift. Contracted multiply-adds would change nothing (see
+reference.py), but launches forbid them: equality to the bit should not depend on that proof.
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ def _floats(
     tl.store(out_ptr + row * out_steps * STEP + columns, values.to(out_ptr.dtype.element_ty), columns < width)
 
 
-# kind -> its kernel and what else is compiled in
+# kind -> its kernel and further compile-time constants
 LAUNCHES: dict[str, tuple[Any, dict[str, bool]]] = {
     "Q4_0": (_legacy, {"MINIMUM": False, "FIFTH": False}),
     "Q4_1": (_legacy, {"MINIMUM": True, "FIFTH": False}),
@@ -335,12 +335,12 @@ def _curve(device: torch.device, values: tuple[int, ...]) -> torch.Tensor:
 
 
 def alignment(stride: int) -> int:
-    """The largest power of two up to 16 that divides a distance of rows."""
+    """The largest power of two up to 16 that divides a row stride."""
     return min(16, stride & -stride)
 
 
 def cast(values: torch.Tensor, out: torch.Tensor, rows: torch.Tensor | None) -> None:
-    """values [rows of the weight, width] -> out, or those that `rows` names."""
+    """Writes values [rows of the weight, width] to `out`: all rows, or those that `rows` names."""
     if not len(out):
         return
     step, width = alignment(out.stride(0)), out.shape[1]
@@ -354,7 +354,8 @@ def cast(values: torch.Tensor, out: torch.Tensor, rows: torch.Tensor | None) -> 
 def dequantise(
     blocks: torch.Tensor, kind: str, out: torch.Tensor, rows: torch.Tensor | None, used: torch.Tensor | None = None
 ) -> None:
-    """The first call on a device for a kind that has a curve makes its table: not while capturing."""
+    """Launches the kernel of a kind. The first call on a device for a kind with a curve makes its table, so it must not
+    happen during a capture."""
     jitted, flags = LAUNCHES[kind]
     values, size = KINDS[kind]
     per_row = out.shape[1] // values

@@ -1,4 +1,4 @@
-"""GGUF blocks to numbers. A row is blocks side by side; a block is one or two fp16 scales and its values' small codes:
+"""Dequantises GGUF blocks. A row is a run of blocks; a block has one or two fp16 scales and a small code per value:
 
     Q4_0 Q5_0 Q8_0             value = d (code - half)
     Q4_1 Q5_1                  value = d code + m
@@ -8,9 +8,9 @@
     IQ4_XS                     value = (d s) CURVE[code]
     MXFP4                      value = 2^(e - 128) FP4[code]      one byte e; FP4: floats of four bits, doubled
 
-Every value is, to the bit, what the gguf package makes of the same bytes in fp32, and only then rounded to the dtype
-asked for. That holds on every device: the products are exact (11 bits of a fp16 scale, 7 of a small one and 5 of a code
-are less than fp32's 24), so neither their order nor a multiply-add changes them, and what is left to round is one sum.
+Every value equals, to the bit, that of the gguf package in fp32, and is only then rounded to the dtype asked for. That
+holds on every device: the products are exact (11 bits of a fp16 scale, 7 of a small one and 5 of a code are less than
+fp32's 24), so neither their order nor a multiply-add changes them, and only one sum is rounded.
 
 A few rows are decoded at a time: a full copy in fp32 never exists, and a piece stays in a core's cache. On a CPU every
 core takes pieces of its own.
@@ -92,7 +92,7 @@ def dequantise(blocks: torch.Tensor, kind: str, out: torch.Tensor, rows: torch.T
             decode(start)
 
 
-# What follows takes the bytes of n blocks [n, bytes] and gives their values in fp32, n times as many as a block has.
+# The functions below take the bytes of n blocks [n, bytes] and return all their values in fp32.
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
@@ -101,7 +101,7 @@ def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
 
 
 def _fields(packed: torch.Tensor, run: int, bits: int) -> torch.Tensor:
-    """Codes of so many bits, lowest first, that lie over each other in runs of bytes: [n, bytes] -> [n, -1, run]."""
+    """Unpacks codes of `bits` bits, [n, bytes] -> [n, -1, run]: the lowest bits of each run of bytes come first."""
     of, kind = (8, torch.int64) if run % 8 == 0 else (1, torch.uint8)  # eight bytes at a time where they stay together
     words = packed.clone(memory_format=torch.contiguous_format).view(kind).unflatten(1, (-1, run // of))
     mask = int.from_bytes(of * bytes([2**bits - 1]), "little")
@@ -109,12 +109,12 @@ def _fields(packed: torch.Tensor, run: int, bits: int) -> torch.Tensor:
     return torch.stack([(words >> at) & mask for at in range(0, 8, bits)], 2).flatten(1, 2).view(torch.uint8)
 
 
-# A byte's bits in a row, as the fifth ones of eight codes: eight bytes, which are looked up as one word.
+# For every byte, its bits as the fifth bits of eight codes: eight bytes, which are looked up as one word.
 _FIFTH = (_fields(torch.arange(256, dtype=torch.uint8)[:, None], 1, 1).view(256, 8) << 4).view(torch.int64).view(256)
 
 
 def _legacy(blocks: torch.Tensor, header: int, fifth: bool) -> torch.Tensor:
-    """The 32 codes behind a header of so many bytes, [n, 2, 16]: four bits each, with the fifth ones before them."""
+    """The 32 codes after `header` bytes, [n, 2, 16]: four bits each; `fifth`: with the fifth bits from before them."""
     codes = _fields(blocks[:, header:], 16, 4)
     if fifth:
         codes |= _FIFTH.index_select(0, blocks[:, header - 4 : header].flatten().int()).view(torch.uint8).view_as(codes)
@@ -148,7 +148,7 @@ def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
-    """The third bit lies apart, and stands for 4 that are not taken away."""
+    """The third bits of the codes are stored apart from the lower two; 4 is subtracted from the three-bit code."""
     scales = _fields(blocks[:, 96:104], 8, 4).flatten(1) | _fields(blocks[:, 104:108], 4, 2).flatten(1) << 4
     codes = _fields(blocks[:, 32:96], 32, 2) | _fields(blocks[:, :32], 32, 1) << 2
     return codes.view(-1, 16, 16).float().sub_(4).mul_(scales[:, :, None].float().sub_(32).mul_(_half(blocks, 108)))
@@ -192,7 +192,7 @@ def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
-    """The power of two is made of its bits, since its two smallest values are no normal numbers."""
+    """Makes the power of two from its bits, since its two smallest values are subnormal."""
     exponent = blocks[:, :1, None].int()
     bits = torch.where(exponent < 2, (1 << 21) << exponent, (exponent - 1) << 23)
     return _curved(_fields(blocks[:, 1:], 16, 4), FP4).mul_(bits.view(torch.float32))

@@ -36,20 +36,20 @@ __all__ = [
 
 FLOATS = {str(x).removeprefix("torch."): x for x in (torch.float32, torch.float16, torch.bfloat16)}
 STATE = ".quant_state.bitsandbytes__"
-VALUE_BYTES = 0.5 + (1 + 4 / GROUP) / BLOCK  # half a byte, a byte of scale a block, four of those a group of blocks
+VALUE_BYTES = 0.5 + (1 + 4 / GROUP) / BLOCK  # a code's half byte, a block's one-byte scale, a group's fp32 scale
 
 
 def quantise(weight: torch.Tensor, *, double: bool = True) -> Nf4:
-    """The weight on its own device. Contiguous weights are not copied."""
+    """Quantises a weight on its own device. Contiguous weights are not copied."""
     return quantise_pieces([weight], weight.shape, weight.dtype, double=double)
 
 
 def quantise_pieces(
     pieces: Iterable[torch.Tensor], shape: Sequence[int], dtype: torch.dtype, *, double: bool = True
 ) -> Nf4:
-    """The same bytes as `quantise` of the whole, from its consecutive pieces (rows, as a rule), of which one is alive
-    at a time. Pieces may end anywhere; where they end between blocks of 64, nothing of them is copied. All
-    lie on one device, and so does the result."""
+    """Quantises a weight from its consecutive pieces (rows, as a rule), of which one is alive at a time. The bytes are
+    those of `quantise` of the whole. Pieces may end anywhere; those that end between blocks of 64 are not copied. All
+    are on one device, and so is the result."""
     count, at = math.prod(shape), 0
     assert count > 0 and dtype in FLOATS.values()
     codes, absmax = None, None
@@ -76,9 +76,9 @@ def dequantise(
     used: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The values, computed in fp32 and rounded once to `dtype` (else out's, else what was quantised), in the tensor's
-    shape; of `rows` = (start, stop), as a matrix. `out` [rows, width] may be part of a wider buffer: its rows may lie
-    apart, the values of a row may not, and nothing beside them is touched. `used` [E + 1] (int32): where the rows of E
-    experts begin, of which these are the weights; on a GPU, experts without rows may be left out."""
+    shape; of `rows` = (start, stop), as a matrix. `out` [rows, width] may be part of a wider buffer: it may have a row
+    stride, and nothing beside its rows is touched. `used` [E + 1] (int32), if these are the weights of E experts: where
+    each expert's token rows begin; on a GPU, weights of experts without any may be skipped."""
     start, stop = rows or (0, nf4.rows)
     assert 0 <= start < stop <= nf4.rows
     shape = (stop - start, nf4.width)
@@ -110,8 +110,8 @@ def gather(nf4: Nf4, ids: torch.Tensor, dtype: torch.dtype | None = None) -> tor
 
 
 def from_checkpoint(tensors: Mapping[str, torch.Tensor], name: str) -> Nf4:
-    """The weight `name` of a prequantised checkpoint. `tensors` is asked for this weight's keys only, and what it gives
-    is kept as it is: nothing is dequantised."""
+    """The weight `name` of a prequantised checkpoint. Reads only this weight's keys of `tensors`, and keeps the tensors
+    unchanged: nothing is dequantised."""
     state = _state(tensors, name)
     shape, count = checkpoint_shape(tensors, name), math.prod(state["shape"])
     double = name + ".nested_absmax" in tensors

@@ -1,10 +1,10 @@
-"""Dequantising reads half a byte a value and writes two, so the stores decide: a thread takes the eight codes of one
+"""Dequantising reads half a byte a value and writes two, so stores bound it: a thread takes the eight codes of one
 word and stores their values as 16 bytes next to its neighbour's. Wider loads would leave gaps between a warp's stores.
 
 The table's sixteen values are looked up in memory: they share a cache line, so a warp's lookup is one access however
-its codes differ, where choosing among sixteen constants takes more instructions than the memory leaves time for. A tile
-has one word a thread, so that a value is computed by the thread that stores it (with more, Triton carries them through
-shared memory): 31 registers, 11 instructions a value on sm_90. For more loads under way a program has two such tiles.
+its codes differ, while choosing among sixteen constants takes more instructions than the memory leaves time for. A tile
+has one word a thread, so that a value is computed by the thread that stores it (with more, Triton moves values through
+shared memory): 31 registers, 11 instructions a value on sm_90. A program has two such tiles, for more loads in flight.
 
 Products and sums are rounded one by one (`enable_fp_fusion=False`): the values are then the reference's to the bit.
 """
@@ -19,8 +19,8 @@ from graftune.kernels import launch
 from graftune.kernels.nf4 import reference
 from graftune.kernels.nf4.reference import Nf4
 
-THREADS, TILES = 256, 2  # of a program: words of eight codes a tile, and tiles, as many as the kernel spells out
-MOST_WORDS = 2**31 - THREADS * TILES  # of one call, 17 thousand million values: 64-bit divisions would cost time
+THREADS, TILES = 256, 2  # of a program: words of eight codes in a tile, and tiles (the kernel's code has two)
+MOST_WORDS = 2**31 - THREADS * TILES  # of one call, 17 billion values: 64-bit divisions would cost time
 ODD_TILE, BLOCKS = 1024, 16  # a program's values in the kernel for odd sizes, and its blocks when quantising
 
 
@@ -137,7 +137,8 @@ def _encode(values, borders, codes, absmax, count, LEAST: tl.constexpr, BLOCKS: 
 
 
 def dequantise(nf4: Nf4, out: torch.Tensor, start: int, used: torch.Tensor | None = None) -> None:
-    """Into out [rows, width], from row `start` on. The first call on a device makes its table: not while capturing."""
+    """Writes the rows from `start` on to out [rows, width]. The first call on a device makes its table, so it must not
+    happen during a capture."""
     rows, width = out.shape
     first, count = start * width, rows * width
     flat = out.is_contiguous()

@@ -4,16 +4,17 @@
     o     = mean of m                                   s_c    = max |m_b - o| in group c of 256 blocks
     a_b   = the map's entry nearest to (m_b - o) / s_c  w_i   ~= table[code_i] * (map[a_b] * s_c + o)
 
-The table's sixteen values are quantiles of a normal distribution, the map's 256 a sign, a decimal exponent and a
-fraction. Two codes lie in a byte, the earlier one high. Blocks run over the flattened tensor, past the ends of rows.
+The table's sixteen values are quantiles of a normal distribution; the map's 256 have a sign, a decimal exponent and a
+fraction. Two codes share a byte, the earlier one in its high half. Blocks run over the flattened tensor, past the ends
+of rows.
 
 The bytes are those of bitsandbytes 0.50 on a CPU, its peculiarities included: whole blocks are multiplied by 1 / m and
 a ragged last one divided by m; "nearest" for the scales is read from 65,536 bins rather than found exactly (0.49 found
 it exactly, and differs in two scales of a thousand, by less than a bin); a group of equal scales has the codes 0. The
 offset is torch's mean over all scales on a CPU, so scales are kept in fp32 (a sixteenth byte a value) until the last is
-there, and its last bit depends on torch's number of threads as theirs does.
+there, and the offset's last bit depends on torch's number of threads, as in bitsandbytes.
 
-Everything goes piece by piece: beside the input and the result there are only temporaries of PIECE values.
+Tensors are processed in pieces: beside the input and the result there are only temporaries of PIECE values.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from graftune.kernels.rehearsal import cached
 
 BLOCK, GROUP = 64, 256  # values a scale; scales a second scale
 PIECE = 1 << 18  # values at a time, a multiple of BLOCK: they fit a core's cache
-LEAST = 1e-38  # what a smaller scale counts as in the division
+LEAST = 1e-38  # the least divisor: a smaller scale is replaced by it in the division
 BINS = 65536  # of the scales' quantiser
 TABLE = (
     -1.0,
@@ -55,15 +56,15 @@ TABLE = (
 
 @dataclass(frozen=True)
 class Nf4:
-    """A quantised tensor. The three last fields are there together (double quantisation) or not at all."""
+    """A quantised tensor. The last three fields are all set (double quantisation) or all None."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype  # what was quantised
+    dtype: torch.dtype  # of the tensor that was quantised
     codes: torch.Tensor  # [values / 2, rounded up] uint8
     absmax: torch.Tensor  # [blocks] uint8 codes into the map, or fp32
     nested_absmax: torch.Tensor | None = None  # [groups] fp32
-    nested_map: torch.Tensor | None = None  # [256] fp32, as the maker of the codes had it
-    offset: torch.Tensor | None = None  # fp32: a number, or [P] of P equal parts that were quantised one by one
+    nested_map: torch.Tensor | None = None  # [256] fp32, the map with which `absmax` was made
+    offset: torch.Tensor | None = None  # fp32: 0-dim, or [P] for P equal parts that were quantised separately
 
     def __post_init__(self) -> None:
         n, blocks = self.numel, ceil_div(self.numel, BLOCK)
@@ -118,7 +119,7 @@ class Nf4:
 
 
 def encode(values: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor) -> None:
-    """Codes and scales of a flat tensor that starts a block; a ragged end is the tensor's own."""
+    """Writes codes and scales of flat values that begin with a block; only the end of the tensor may be ragged."""
     for at in range(0, len(values), PIECE):
         x = values[at : at + PIECE].float()
         whole = len(x) // BLOCK * BLOCK
@@ -138,17 +139,17 @@ def nearest(scaled: torch.Tensor) -> torch.Tensor:
     """How many borders between the table's entries lie below each value, as uint8. [-1, 1] is cut into cells with at
     most one border each, so that two lookups and one comparison do: six times as fast as torch's bucketize."""
     below, border = cells(scaled.device)
-    cell = _cell(scaled).clamp_(0, len(below) - 1)  # a NaN may be anything; `nest` refuses it
+    cell = _cell(scaled).clamp_(0, len(below) - 1)  # a NaN may get any cell; `finish` refuses it
     return below.index_select(0, cell).add_((scaled > border.index_select(0, cell)).view(torch.uint8))
 
 
 def _cell(scaled: torch.Tensor) -> torch.Tensor:
-    return scaled.add(1.0).mul_(32.0).to(torch.int32)  # never falls as the value grows: all that `nearest` asks of it
+    return scaled.add(1.0).mul_(32.0).to(torch.int32)  # monotonic, which is all that `nearest` needs
 
 
 @cached
 def table_on(device: torch.device) -> torch.Tensor:
-    """The first call for a device copies it there: not while capturing."""
+    """TABLE on a device. The first call copies it there, so it must not happen during a capture."""
     return torch.tensor(TABLE, device=device)
 
 
@@ -186,7 +187,8 @@ def nest(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 @cached
 def dynamic_map() -> torch.Tensor:
-    """Seven decades, each with twice the steps of the one below, either sign; zero; one. The roundings are torch's."""
+    """The map of the scales: seven decades, each with twice the steps of the one below, in both signs; zero; one.
+    Values are rounded as torch rounds them."""
     entries = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
@@ -204,8 +206,8 @@ def bins() -> torch.Tensor:
 
 
 def finish(shape: tuple[int, ...], dtype: torch.dtype, codes: torch.Tensor, absmax: torch.Tensor, double: bool) -> Nf4:
-    """The tensor from its codes and fp32 scales. The second step runs on the CPU wherever the codes lie: bytes then do
-    not depend on how a device adds up."""
+    """The tensor from its codes and fp32 scales. The scales are quantised on the CPU, wherever the codes are: then the
+    bytes do not depend on how a device sums."""
     scales = absmax.cpu()
     if not bool(scales.isfinite().all()):
         raise GraftuneError("a weight to be quantised holds NaN or infinity", fix="check the checkpoint")
@@ -234,7 +236,7 @@ def joined(parts: Sequence[Nf4]) -> Nf4 | None:
 
 
 def whole_blocks(pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The same values in flat pieces of whole blocks, but for the last: what is left of a piece waits for the next."""
+    """The same values in flat pieces of whole blocks, except for the last; the rest of a piece joins the next one."""
     left: torch.Tensor | None = None
     for piece in pieces:
         flat = piece.reshape(-1)
@@ -283,7 +285,8 @@ def values(nf4: Nf4, start: int, stop: int) -> torch.Tensor:
 
 
 def dequantise(nf4: Nf4, out: torch.Tensor, start: int, used: torch.Tensor | None = None) -> None:
-    """Into out [rows, width], from row `start` on; its rows may lie apart. (All of them: `used` saves a GPU time.)"""
+    """Writes the rows from `start` on to out [rows, width], which may have a row stride. Ignores `used`, which only
+    saves time on a GPU."""
     rows, width = out.shape
     if out.is_contiguous():
         flat, first = out.view(-1), start * width
@@ -308,7 +311,7 @@ def select(nf4: Nf4, ids: torch.Tensor) -> Nf4:
 
 
 def gather(nf4: Nf4, ids: torch.Tensor, out: torch.Tensor) -> None:
-    """Rows of any width, value by value."""
+    """Dequantises rows of any width to `out`, value by value."""
     table = table_on(nf4.device)
     column = torch.arange(nf4.width, device=nf4.device)
     step = max(1, PIECE // nf4.width)

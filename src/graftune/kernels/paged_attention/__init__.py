@@ -2,7 +2,7 @@
 
 keys and values [R, K, H] are the pool of a layer: a page is `PAGE` consecutive rows. The pages of sequence i are those
 of table[i] in order: its key at position p is row table[i, p // PAGE] * PAGE + p % PAGE. Page 0 belongs to no
-sequence: what a sequence that has ended computes is written there.
+sequence: the keys and values of sequences that have ended are written there.
 
     store_    writes the keys and values of new tokens to their rows
     forward   q [T, N, H] of the new tokens, over all keys up to each token's own (or as many as a window reaches)
@@ -28,10 +28,10 @@ class PagedKeys(NamedTuple):
 
     table: torch.Tensor  # [S, P] int32
     starts: torch.Tensor  # [S + 1] int32: tokens starts[i] to starts[i + 1] are the new ones of sequence i
-    before: torch.Tensor  # [S] int64: the position of its first new token
-    rows: torch.Tensor  # [T] int64: where the new tokens' keys are
+    before: torch.Tensor  # [S] int64: the position of each sequence's first new token
+    rows: torch.Tensor  # [T] int64: the rows of the new tokens' keys
     lengths: tuple[int, ...] | None  # new tokens of each sequence, on the host; None: one each
-    bound: int  # at least as many keys as any of the sequences has, on the host; only the reference reads it
+    bound: int  # an upper bound on the keys of a sequence, on the host; only the reference reads it
 
     @property
     def longest(self) -> int:

@@ -1,9 +1,9 @@
 """Attention over pages in Triton. A program takes a tile of new tokens of one sequence with all query heads that share
 a key head, so that a key is read once for all of them, and reads only keys that exist.
 
-One new token a sequence gives few programs, so the keys are split over several, whose results `_combine` adds. How many
-follows from the number of sequences alone, and each one's share from the sequence's own length: the result of a
-sequence does not depend on the others. The grid does not depend on lengths, as a CUDA graph requires.
+One new token a sequence gives few programs, so the keys are split over several, whose results `_combine` adds. The
+number of splits depends only on the number of sequences, and a split's share only on the length of its own sequence: a
+sequence's result does not depend on the others. The grid does not depend on lengths, as a CUDA graph requires.
 
 Legend: S sequences, N heads, K key heads, H head width, BH H rounded up to a power of two, BM rows of a tile (new token
 times query head), BN keys of a tile.

@@ -3,7 +3,7 @@
     P = softmax(cap tanh(scale Q K' / cap) + mask)      O = P V
 
 for each key head, with the query heads that share it side by side. With sinks, P has one more column of scores, which
-adds nothing to the output. New tokens one a sequence are computed together, longer ones sequence by sequence.
+adds nothing to the output. If every sequence has one new token, all are computed together, else one after the other.
 """
 
 from __future__ import annotations

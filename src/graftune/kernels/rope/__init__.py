@@ -40,12 +40,13 @@ def finish_(
     Returns what the norms read, [T, N + K, H] or with v's [T, N + 2K, H], for the backward; empty without a norm, since
     the backward of the rotation does not need its input.
 
-    `gated`: the product is [T, (2N + 2K) H], each head of q followed by its gate. It stays as it is, and for the
-    backward it is what the norms read. The finished q and k are returned, [T, N + K, H]: attention wants the heads of a
-    token next to each other.
+    `gated`: the product is [T, (2N + 2K) H], each head of q followed by its gate. It is not changed, and serves as
+    `raw` in the backward. The finished q and k are returned, [T, N + K, H]: attention wants the heads of a token next
+    to each other.
 
-    `v_from_k`: the product is [T, (N + K) H], and v is v_norm of what k's norm reads. It stays as it is, too, and the
-    finished q, k and v are returned, [T, N + 2K, H]. Without keys of its own (K = 0), a layer finishes q alone."""
+    `v_from_k`: the product is [T, (N + K) H], and v is v_norm of the input of k's norm. It is not changed either, and
+    the finished q, k and v are returned, [T, N + 2K, H]. In a layer without keys of its own (K = 0), only q is
+    finished."""
     _check(qkv, cos, sin, heads, q_norm, k_norm, gated, v_from_k)
     assert bias is None or bias.shape == ((heads[0] + 2 * heads[1]) * heads[2],)
     assert not gated or (bias is None and v_norm is None and not norm_after), "no family has these beside a gate in q"

@@ -271,7 +271,7 @@ def finish_(
     # Without a bias or a norm, v stays unchanged and needs no program.
     work = queries + keys + (keys if bias is not None or v_norm is not None else 0)
     whole = queries + keys * (1 if v_norm is None else 2)
-    made = qkv.new_empty((tokens, whole, width) if normed or gated else 0)  # what the norms read, or what is finished
+    made = qkv.new_empty((tokens, whole, width) if normed or gated else 0)  # the norms' input, or the finished heads
     # Columns that are not rotated are read only where something else is done to them.
     changed = gated or normed or bias is not None or q_scale is not None
     rest = _rest(width - 2 * cos.shape[1]) if changed else 0
@@ -315,7 +315,7 @@ def finish_backward(
     bt, bc, warps = _blocks(tokens, cos.shape[1], rest)
     blocks = triton.cdiv(tokens, bt)
     parts, dv = None, grads[2]
-    # v's gradient is only copied, and not even that if it is in its place already.
+    # v's gradient is only copied, or left alone if it is in grad_qkv already.
     work = queries + keys
     if v_from_k or not keys:
         pass  # v has no columns
@@ -340,7 +340,7 @@ def finish_backward(
 
 
 def _rest(columns: int) -> int:
-    """Columns of the tile for what is not rotated."""
+    """Columns of the tile for the part of a head that is not rotated."""
     return launch.power_of_two(columns, 16) if columns else 0
 
 

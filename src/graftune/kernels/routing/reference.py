@@ -6,7 +6,7 @@ import torch
 
 
 def add_(sums: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, counted: torch.Tensor) -> None:
-    """Everything goes to the first row."""
+    """Adds everything to the first row of `sums`."""
     p = scores / scores.sum(1, keepdim=True)
     entropy = -(p * p.clamp_min(1e-30).log()).sum(1)
     weights = counted.float().unsqueeze(1).expand_as(chosen)

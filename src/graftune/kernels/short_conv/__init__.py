@@ -61,7 +61,7 @@ def silu_backward(
     grad_taps: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """For grad [T, D], write the gradient of x [T, D] to `out`, which must be another buffer. Add the taps' gradient to
-    `grad_taps` if given; the reference does this, since only full training needs it, and more than four taps."""
+    `grad_taps` if given. The reference computes this, since only full training needs it, and more than four taps."""
     _check_silu(x, taps, positions, grad)
     _check_silu(x, taps, positions, out)
     if launch.fused(x) and grad_taps is None and taps.shape[1] <= 4:

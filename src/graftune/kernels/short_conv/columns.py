@@ -1,5 +1,5 @@
-"""Documents that go on where they were left: the columns before each of them are put in front of its tokens, and the
-convolution then treats both as one document. A few rows more are convolved, and no kernel needs a second source."""
+"""Joins documents with the columns that generation kept from before them: these are put in front of the document's new
+tokens, so that a convolution treats both as one document. It convolves a few more rows, but needs no second input."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from graftune.kernels import launch
 class Columns(NamedTuple):
     """Indices that join documents [T, D] with `reach` columns before each, [S, reach, D]."""
 
-    order: torch.Tensor  # [T + S * reach]: rows of the documents, and behind them of the columns
+    order: torch.Tensor  # [T + S * reach]: for each joined row, its row in the documents followed by the columns
     positions: torch.Tensor  # of the joined rows in their documents
     tokens: torch.Tensor  # [T]: the joined rows that are tokens
-    last: torch.Tensor  # [S * reach]: as `order`, the last rows of each document
+    last: torch.Tensor  # [S * reach]: as `order`, for the last rows of each joined document
 
     @staticmethod
     def of(lengths: Sequence[int], reach: int, device: torch.device) -> Columns:

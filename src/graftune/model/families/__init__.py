@@ -1,4 +1,4 @@
-"""The families of models that are known. A family file is the only place that knows its family's names.
+"""The supported families of models. Only a family's own file contains the family's names.
 
 Each file holds one group: it reads a Hugging Face configuration and GGUF metadata into a spec, writes both, and maps
 the names of tensors. To add a family, add an instance of `Family` to the file of its relatives (docs/extending.md).
@@ -28,19 +28,19 @@ from graftune.settings.targets import TARGETS, ordered_targets
 
 
 def modules_of(names: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """The modules that each projection is in, of tensors by our names behind `layers.N.`."""
+    """The modules that contain each projection, for tensors given by our names after `layers.N.`."""
     split = [name.rpartition(".") for name in names]
     return {target: tuple(module for module, _, name in split if name == target) for target in TARGETS}
 
 
-# Of several with one architecture, those with a marker come first.
+# Of several families with one GGUF architecture, those with a `gguf_marker` come first: `from_gguf` takes the first.
 _GROUPS = (LLAMA, QWEN, GEMMA, GEMMA4, GRANITE, OLMO, LFM2, GLM, MUSE, GPT_OSS)
 FAMILIES = {family.name: family for group in _GROUPS for family in group}
 MODEL_TYPES = {family.hf_type: family for family in FAMILIES.values()}
 _NAMES = sorted({name for family in FAMILIES.values() for name in family.block_names})
 # The modules that a projection may be in, over all families.
 MODULES = modules_of(_NAMES)
-# The same without those inside another one (mlp.shared_expert is inside mlp): most families do not have them.
+# MODULES without those inside another one (mlp.shared_expert is inside mlp), which most families do not have.
 _outermost = {
     name: tuple(module for module in within if not any(module.startswith(f"{outer}.") for outer in within))
     for name, within in MODULES.items()
@@ -55,8 +55,8 @@ NORMS = {
 
 
 def short_targets(paths: Collection[str], modules: Mapping[str, Collection[str]] = _outermost) -> tuple[str, ...]:
-    """The targets of an adapter on these paths, of which the base is not known: a name alone where the adapter is on
-    all projections of that name. `modules`: those that a projection may be in; by default, of any family."""
+    """The targets of an adapter on these paths whose base is not known: a projection's name alone where the adapter is
+    on all projections of that name. `modules`: those that may contain a projection; by default, in any family."""
     found: dict[str, set[str]] = {}
     for path in paths:
         module, _, name = path.rpartition(".")
@@ -70,13 +70,13 @@ def family_of(spec: ModelSpec) -> Family:
 
 
 def is_multimodal(config: Config) -> bool:
-    """Whether a config.json describes a text-and-vision checkpoint, whose text model stands under `text_config`."""
+    """Whether a config.json describes a text-and-vision checkpoint, whose text model is under `text_config`."""
     return any(str(config.get("model_type", "")) in family.outer for family in FAMILIES.values())
 
 
 def from_config(config: Config, where: str) -> ModelSpec:
-    """The spec that Hugging Face's config.json describes, in the spellings of old and new checkpoints. Of a
-    text-and-vision checkpoint it is that of the text model."""
+    """The spec that Hugging Face's config.json describes, in the spellings of old and new checkpoints. For a
+    text-and-vision checkpoint it is the spec of the text model."""
     model_type = str(config.get("model_type", ""))
     if not is_multimodal(config):
         if model_type not in MODEL_TYPES:
@@ -87,16 +87,16 @@ def from_config(config: Config, where: str) -> ModelSpec:
     if not isinstance(text, Mapping):
         raise GraftuneError("has no text_config", where=where, fix="download the model again")
     text_type = str(text.get("model_type") or "")
-    if text_type in ("", model_type):  # transformers goes by the outer one
+    if text_type in ("", model_type):  # transformers uses the outer type
         text_type = next(iter(inside))
     if text_type not in inside:
         raise _unknown(text_type, where)
-    tied = config.get("tie_word_embeddings")  # transformers goes by this one
+    tied = config.get("tie_word_embeddings")  # transformers uses the outer value
     return inside[text_type].spec(dict(text) | ({} if tied is None else {"tie_word_embeddings": tied}), where)
 
 
 def with_text_values(config: Config, values: Config) -> dict[str, Any]:
-    """A config.json with these values of its text model."""
+    """A config.json with these values set for its text model."""
     if not is_multimodal(config):
         return dict(config) | dict(values)
     changed = dict(config) | {"text_config": dict(config["text_config"]) | dict(values)}
@@ -104,7 +104,7 @@ def with_text_values(config: Config, values: Config) -> dict[str, Any]:
 
 
 def from_gguf(metadata: Config, tensors: Mapping[str, Any], where: str) -> ModelSpec:
-    """The spec that GGUF metadata describes. `tensors` (name -> anything with a shape) decides what it leaves open."""
+    """The spec that GGUF metadata describes. `tensors` (name -> anything with a shape) supplies what metadata lacks."""
     arch = str(metadata.get("general.architecture", ""))
     found = [family for family in FAMILIES.values() if family.arch == arch]
     if not found:
@@ -121,7 +121,7 @@ def by_architecture(arch: str) -> Family | None:
 
 
 def _refused_inside(config: Config) -> str:
-    """The model type of the text model in a checkpoint of an unknown outer type, if it is one that is refused."""
+    """The model type of the text model in a checkpoint of an unknown outer type, if that text model is refused."""
     text = config.get("text_config")
     found = str(text.get("model_type", "")) if isinstance(text, Mapping) else ""
     return found if found in REFUSED and config.get("model_type") not in REFUSED else ""

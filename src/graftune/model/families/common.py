@@ -1,8 +1,8 @@
-"""What all families share: one class that reads and writes their files, of which each family is an instance.
+"""The class `Family`, which reads and writes the files of a family; each family is an instance of it.
 
-A configuration in Hugging Face's words is the common form. config.json is one, GGUF metadata becomes one through a
-table of keys, and a spec is written as one, from which GGUF's keys follow through the same table. A plain family is an
-instance with other values; a family that computes something of its own overrides the method that reads it.
+The common form is a configuration with Hugging Face's keys. config.json is one, GGUF metadata is converted to one by a
+table of keys, and a spec is written as one, from which the same table derives GGUF's keys. A plain family is an
+instance with other field values; a family that computes something of its own overrides the method that reads it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from graftune.model.part import FeedForwardSpec, MixerSpec
 from graftune.model.rotary import RopeSpec
 from graftune.model.spec import EmbeddingSpec, HeadSpec, ModelSpec
 
-# The norms of a layer by their place: before and behind the mixer, before and behind the feed-forward.
+# The names of a layer's norms: before and after the mixer, before and after the feed-forward; None: no such norm.
 BEFORE = ("input_layernorm", None, "post_attention_layernorm", None)
-# Hugging Face's keys and GGUF's, behind the architecture's name.
+# Hugging Face's keys -> GGUF's, without the prefix of the architecture's name.
 KEYS = {
     "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length",
@@ -42,7 +42,7 @@ KEYS = {
     "rope_local_base_freq": "rope.freq_base_swa",
     "sliding_window": "attention.sliding_window",
 }
-# Our names, which are Hugging Face's behind `model.` or `model.layers.N.`, and GGUF's.
+# Our tensor names (Hugging Face's without the prefix `model.` or `model.layers.N.`) -> GGUF's.
 BLOCK = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -67,8 +67,8 @@ class Family:
     model_type: str = ""  # Hugging Face's name for it; "": `name`
     architecture: str = ""  # GGUF's name for it; "": `name`
     outer: tuple[str, ...] = ()  # model types of text-and-vision checkpoints whose text_config is of this family
-    gguf_marker: str = ""  # a key that tells its GGUFs from others of the same architecture
-    defaults: Config = field(default_factory=dict)  # what transformers takes where a configuration leaves it out
+    gguf_marker: str = ""  # a key that distinguishes its GGUFs from others of the same architecture
+    defaults: Config = field(default_factory=dict)  # transformers' defaults for keys that a configuration omits
     norms: tuple[str | None, ...] = BEFORE
     norm_offset: float = 0.0
     final_norm: str = "norm"
@@ -77,27 +77,27 @@ class Family:
     wide_qk_norm: bool = False  # over all heads together
     attention_fields: Mapping[str, Any] = field(default_factory=dict)  # further values of AttentionSpec
     fused: bool = False  # checkpoints hold q, k and v as one projection
-    mlp: str = "mlp"  # the feed-forward's module and projections on disk; two names where gate and up are one
-    mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    windows: str = "none"  # which layers have one, unless layer_types says so: none | all | configured | alternate
-    pattern: int = 0  # alternate: every such layer has none
+    mlp: str = "mlp"  # the feed-forward's module on disk
+    mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # on disk; two names where gate and up are one
+    windows: str = "none"  # layers with a window where layer_types is missing: none | all | configured | alternate
+    pattern: int = 0  # alternate: every pattern-th layer has no window
     local_rope: bool = False  # layers with a window have a rope of their own, which is never scaled
     partial_rope: bool = False  # rope may rotate a part of each head
-    # PEFT takes the names of an expert's projections for the experts, wherever they stand: dense ones go by parameters.
+    # PEFT reads names such as down_proj as the experts' in every layer, so dense ones are target_parameters instead.
     dense_by_parameter: bool = False
-    truncates_yarn: bool = True  # in GGUFs of the family, which have no key for it
+    truncates_yarn: bool = True  # readers of the family's GGUFs truncate yarn; GGUF has no key for it
     experts_key: str = ""  # how many experts a mixture has; "": the family is dense
-    experts_by_key: bool = True  # whether `experts_key` says if a file of the family has experts
-    keys: Mapping[str, str] = field(default_factory=dict)  # beside KEYS
+    experts_by_key: bool = True  # False: the family has models with experts and models without
+    keys: Mapping[str, str] = field(default_factory=dict)  # further entries of KEYS
     gguf_names: Mapping[str, str] = field(default_factory=dict)  # where GGUF's names are not those of BLOCK and TOP
-    # Texts in our tensors' names that folders spell otherwise, and theirs; N stands for a number.
+    # Parts of our tensor names that folders spell otherwise -> the folders' spelling; N stands for a number.
     folder_names: Mapping[str, str] = field(default_factory=dict)
-    gguf_parts: Mapping[str, str] = field(default_factory=dict)  # GGUF's name of the second part of a tensor's rows
+    gguf_parts: Mapping[str, str] = field(default_factory=dict)  # first -> second GGUF tensor of rows that it splits
     interleaved: tuple[str, ...] = ()  # AttentionSpec.interleaved
-    prediction_key: str = ""  # how many layers behind the last one predict further tokens; "": folders have none there
+    prediction_key: str = ""  # how many layers after the last one predict further tokens; "": folders have none there
     in_llama_cpp: bool = True
     windows_in_llama_cpp: bool = False
-    layers_of_70b: int = 0  # so many layers make llama.cpp's quantiser take a model for one of 70B parameters
+    layers_of_70b: int = 0  # llama.cpp's quantiser treats a model with so many layers as one of 70B parameters
 
     @property
     def arch(self) -> str:
@@ -145,7 +145,7 @@ class Family:
         )
 
     def layer_norms(self, get: Getter) -> tuple[NormSpec | None, ...]:
-        """Before and behind the mixer, before and behind the feed-forward."""
+        """A layer's norms: before and after the mixer, before and after the feed-forward."""
         width, eps = get.whole("hidden_size"), get.number("rms_norm_eps", 1e-6)
         return tuple(None if name is None else NormSpec(name, width, eps, self.norm_offset) for name in self.norms)
 
@@ -154,7 +154,7 @@ class Family:
         return NormSpec(self.final_norm, width, eps, self.norm_offset)
 
     def completed(self, config: Config) -> dict[str, Any]:
-        """With what the file leaves out, and with the names that all families have."""
+        """The configuration with defaults for omitted keys, and with the key names that all families share."""
         return dict(self.defaults) | dict(config)
 
     def embedding(self, get: Getter) -> EmbeddingSpec:
@@ -191,11 +191,11 @@ class Family:
         return int(get.config.get("head_dim") or get.whole("hidden_size") // get.whole("num_attention_heads"))
 
     def ropes(self, get: Getter, head_width: int) -> tuple[RopeSpec, RopeSpec]:
-        """Of the layers without a window, and of those with one."""
+        """The rope of the layers without a window, and that of the layers with one."""
         return rope.read_ropes(get.config, head_width, get.where, partial=self.partial_rope, local=self.local_rope)
 
     def mixers(self, get: Getter) -> list[MixerSpec]:
-        """One for each layer."""
+        """The mixer of each layer."""
         attention = self.attention(get)
         local = self.ropes(get, attention.head_width)[1]
         windowed = replace(attention, window=int(get.config.get("sliding_window") or 0), rope=local)
@@ -230,15 +230,15 @@ class Family:
         return self.spec(self.gguf_config(metadata, tensors, where), where, spelled)
 
     def prediction_layers(self, config: Config) -> int:
-        """How many layers of a folder, behind those of the model, predict further tokens."""
+        """The number of layers that a folder stores after the model's own to predict further tokens."""
         return int(config.get(self.prediction_key) or 0) if self.prediction_key else 0
 
     def prediction_blocks(self, metadata: Config) -> int:
-        """How many of a GGUF's last blocks predict further tokens: they are no layers of the model."""
+        """The number of a GGUF's last blocks that predict further tokens; they are not layers of the model."""
         return int(metadata.get(f"{self.arch}.nextn_predict_layers") or 0)
 
     def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """GGUF metadata as a configuration; `tensors` (name -> anything with a shape) decides what it leaves open."""
+        """GGUF metadata as a configuration; `tensors` (name -> anything with a shape) supplies what metadata lacks."""
         if self.experts_by_key and bool(metadata.get(f"{self.arch}.expert_count")) != bool(self.experts_key):
             what = "has no experts" if self.experts_key else "is a mixture of experts"
             raise GraftuneError(
@@ -301,7 +301,7 @@ class Family:
         }
         if self.windows == "alternate" or found["use_sliding_window"]:
             found["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
-        if self.local_rope:  # by kind of layer for newer readers; older ones know the bases by these names
+        if self.local_rope:  # newer readers want one entry for each kind of layer, older ones rope_local_base_freq
             scaled = {"rope_theta": full.theta} | (scaling or {"rope_type": "default"})
             own = {"rope_type": "default", "rope_theta": local.theta}
             found["rope_parameters"] = {"full_attention": scaled, "sliding_attention": own}
@@ -322,7 +322,7 @@ class Family:
         return found
 
     def written_ropes(self, spec: ModelSpec) -> tuple[RopeSpec, RopeSpec]:
-        """Of the layers without a window, and of those with one."""
+        """The ropes to write: of the layers without a window, and of those with one."""
         enabled = [rope for rope in spec.ropes if rope.enabled] or list(spec.ropes)
         if not self.local_rope:
             return enabled[0], enabled[0]
@@ -331,9 +331,9 @@ class Family:
         return full, next((mixer.rope for mixer in mixers if mixer.window), full)
 
     def gguf_keys(self, spec: ModelSpec, where: str) -> dict[str, Any]:
-        """What a GGUF says of the model, behind the architecture's name. Which layers have a window, no rope or another
-        scale of scores, llama.cpp mostly knows by the architecture: where a model differs, reading the file back
-        finds it."""
+        """The GGUF metadata of a model, without the architecture's prefix. llama.cpp mostly derives from the
+        architecture which layers have a window, no rope or another scale of scores; if a model differs from that,
+        the export notices when it reads the file back."""
         full, _ = self.written_ropes(spec)
         config = self.config(spec, where)
         attention, _ = uniform(spec, where)
@@ -351,19 +351,19 @@ class Family:
         }
 
     def gguf_vision_keys(self, config: Config) -> dict[str, Any]:
-        """Keys of a GGUF that follow from config.json and not from the spec: a text model computes the same without
-        them, and a vision tower beside it needs them."""
+        """GGUF keys that come from config.json, not from the spec: a text model computes the same without them, but a
+        vision tower beside it needs them."""
         return {}
 
     def gguf_tensors(self, spec: ModelSpec) -> dict[str, torch.Tensor]:
-        """Tensors that only a GGUF has: they state values of the spec."""
+        """Tensors that only a GGUF has, computed from values of the spec."""
         return rope.gguf_tensors(self.written_ropes(spec)[0])
 
     def is_gguf_only(self, name: str) -> bool:
         return name in rope.GGUF_TENSORS
 
     def is_unused(self, name: str, spec: ModelSpec) -> bool:
-        """Whether files have a tensor, given by our name, that the model never reads: exports carry it."""
+        """Whether a tensor, given by our name, is in files but never read by the model: exports copy it."""
         return False
 
     # Names of tensors
@@ -396,7 +396,7 @@ class Family:
         return any(re.fullmatch(rf"blk\.\d+\.{second}\.weight", gguf) for second in self.gguf_parts.values())
 
     def to_folder(self, ours: str) -> str:
-        """The name, behind `model.`, that a Hugging Face folder of the family has for one of our tensors."""
+        """The name of one of our tensors in a Hugging Face folder of the family, without the prefix `model.`."""
         return _respelled(ours, self.folder_names.items())
 
     def from_folder(self, name: str) -> str:
@@ -416,8 +416,8 @@ def _numbered(text: str) -> re.Pattern[str]:
 
 
 def _renamed(name: str, stem: str, new_stem: str, block: Config, top: Config) -> str | None:
-    """A tensor's name by tables of those inside the layers and of those outside them. A table has names without their
-    last word (weight, bias), or whole ones."""
+    """Translates a tensor's name by `block` (names inside layers) or `top` (all others); None if it is not there. The
+    tables have whole names, or names without their last word (weight, bias)."""
     match = re.fullmatch(rf"{stem}\.(\d+)\.(.+)", name)
     table, inner, where = (block, match[2], f"{new_stem}.{match[1]}.") if match else (top, name, "")
     if inner in table:
@@ -427,8 +427,8 @@ def _renamed(name: str, stem: str, new_stem: str, block: Config, top: Config) ->
 
 
 def uniform(spec: ModelSpec, where: str) -> tuple[AttentionSpec, GatedSpec | ExpertsSpec]:
-    """The attention and the feed-forward that all layers share, windows and ropes apart: a file states them once. Of a
-    mixture it is the dense one, if some layers have it, or the experts."""
+    """The attention and the feed-forward that all layers share (except for windows and ropes), since a file states them
+    once. A mixture's feed-forward is the dense MLP if some layers have one, else the experts."""
     mixers = [kind.mixer for kind in spec.kinds if isinstance(kind.mixer, AttentionSpec)]
     parts = dict.fromkeys(part for kind in spec.kinds for part in kind.parts if isinstance(part, FeedForwardSpec))
     feed_forwards = [part for part in parts if isinstance(part, GatedSpec | ExpertsSpec)]

@@ -1,5 +1,5 @@
-"""Gemma: norms whose weights are stored less one, and a scaled embedding. Gemma 2 and 3 also have norms behind
-each part and alternating windows, and Gemma 2 has soft caps on scores and logits."""
+"""Gemma: norms that are stored as weight - 1, and a scaled embedding. Gemma 2 and 3 also have norms after each part and
+alternating windows, and Gemma 2 has soft caps on scores and logits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DEFAULTS = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
-# Text-and-vision checkpoints on the Hub leave out what transformers has as a default.
+# transformers' defaults, which text-and-vision checkpoints on the Hub leave out.
 GEMMA3 = {
     "vocab_size": 262_208,
     "num_attention_heads": 8,
@@ -56,11 +56,11 @@ CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
 @dataclass(frozen=True)
 class Gemma(Family):
-    layers_by_width: int = 0  # a model with so many layers divides its scores by the root of width / heads in llama.cpp
-    always_capped: bool = False  # in llama.cpp
+    layers_by_width: int = 0  # llama.cpp divides the scores of a model with so many layers by the root of width / heads
+    always_capped: bool = False  # llama.cpp soft-caps the scores of every model of the family
 
     def completed(self, config: Config) -> dict[str, Any]:
-        """With the activation that "gelu" means in the first checkpoints."""
+        """The configuration with the activation that "gelu" means in the first checkpoints: the tanh approximation."""
         found = super().completed(config)
         return found | {"hidden_act": "gelu_pytorch_tanh"} if found.get("hidden_act") == "gelu" else found
 

@@ -1,9 +1,9 @@
 """Gemma 4: layers with a window and layers without one have heads of different widths, values have a norm, scores are
-not scaled, and a stored scalar multiplies the whole stream behind each layer.
+not scaled, and a stored scalar multiplies the whole stream after each layer.
 
 Layers without a window may have no v_proj: their values are the keys before their norm. A configuration states what
 these layers have of their own as `global_head_dim` and `num_global_key_value_heads`, or, as newer files do, for each
-layer in `per_layer_config`. Their rope turns a share of the frequencies, which a GGUF states as divisors.
+layer in `per_layer_config`. Their rope rotates by a share of the frequencies only, which a GGUF states as divisors.
 
 The small models (E2B, E4B) also have an input of each layer's own, computed from the tokens (layer_inputs.py), and
 their last layers use the keys and values of the last layer of the same kind before them. In the mixture (26B-A4B)
@@ -49,14 +49,14 @@ TOP = {
     layer_inputs.PROJECTION: "per_layer_model_proj",
     layer_inputs.NORM: "per_layer_proj_norm",
 }
-OWN = ("head_dim", "num_key_value_heads")  # what `per_layer_config` may state here
+OWN = ("head_dim", "num_key_value_heads")  # the keys that `per_layer_config` may override
 
 
 class Gemma4(Family):
     # Reading
 
     def spec(self, config: Config, where: str, spelled: Mapping[str, str] | None = None) -> ModelSpec:
-        if config.get("use_bidirectional_attention") == "vision":  # of images alone
+        if config.get("use_bidirectional_attention") == "vision":  # only image tokens attend to later ones
             config = dict(config) | {"use_bidirectional_attention": None}
         get = Getter(self.completed(config), where, spelled or {})
         plain = super().spec(config, where, spelled)
@@ -64,7 +64,7 @@ class Gemma4(Family):
         return replace(plain, layers=layers, layer_inputs=self.layer_inputs(get))
 
     def layer(self, get: Getter, plain: LayerSpec) -> LayerSpec:
-        """A layer of two branches with what Gemma 4 has beside them."""
+        """A plain layer of two branches plus Gemma 4's own: wider MLP, experts, per-layer input and stream scale."""
         mixing, feeding = plain.branches
         (mixer,), (each,) = mixing.parts, feeding.parts
         assert isinstance(mixer.part, AttentionSpec) and isinstance(each.part, GatedSpec)
@@ -82,7 +82,7 @@ class Gemma4(Family):
         return LayerSpec(tuple(branches), stream_scale="layer_scalar")
 
     def with_experts(self, get: Getter, feeding: BranchSpec) -> BranchSpec:
-        """The branch of the MLP with experts beside it: each has a norm behind it, and so has their sum."""
+        """The MLP's branch with experts in parallel: each of the two outputs has a norm, and so has their sum."""
         (each,) = feeding.parts
         (count, chosen), norm = get.experts("num_experts", "top_k_experts"), each.out_norm
         assert isinstance(each.part, GatedSpec) and norm is not None
@@ -109,7 +109,7 @@ class Gemma4(Family):
         return replace(super().embedding(get), scale=math.sqrt(get.whole("hidden_size")))
 
     def windowed(self, get: Getter) -> list[bool]:
-        """The last layer never has one."""
+        """Which layers have a window; the last layer never has one."""
         found = get.config.get("layer_types") or [
             FULL if (index + 1) % 6 == 0 else SLIDING for index in range(get.layers())
         ]
@@ -142,7 +142,7 @@ class Gemma4(Family):
     # GGUF
 
     def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """A GGUF states the heads of layers without a window, and those of the others under keys of their own."""
+        """A GGUF's usual keys describe the heads of layers without a window, keys in _swa those of the others."""
         config = super().gguf_config(metadata, tensors, where)
         layers, kinds = config["num_hidden_layers"], config.get("layer_types") or ()
         shared, heads = int(config.get("num_kv_shared_layers") or 0), config.get("num_key_value_heads")
@@ -197,7 +197,7 @@ class Gemma4(Family):
         )
 
     def gguf_tensors(self, spec: ModelSpec) -> dict[str, torch.Tensor]:
-        """llama.cpp wants the divisors of every model."""
+        """llama.cpp requires the frequency divisors in the file of every model."""
         full = _kinds(spec)[1].rope
         turned = inverse_frequencies(full.width, full.theta, full.scaling)[0] > 0
         return {rope.DIVISORS: torch.where(turned, float(full.scaling.factor), NOT_TURNED)}
@@ -231,7 +231,7 @@ class Gemma4(Family):
     # Names
 
     def is_unused(self, name: str, spec: ModelSpec) -> bool:
-        """Checkpoints have keys and values of layers that use those of another."""
+        """Checkpoints hold k and v projections even for layers that use another layer's keys and values."""
         found = re.fullmatch(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight", name)
         if found is None or int(found[1]) >= len(spec.layers):
             return False
@@ -244,7 +244,7 @@ class Gemma4(Family):
 
 
 def _own_values(get: Getter, full: list[bool]) -> list[dict[str, Any]]:
-    """What each layer has in place of the model's head_dim and num_key_value_heads."""
+    """Each layer's overrides of the model's head_dim and num_key_value_heads."""
     listed = get.config.get("per_layer_config")
     if listed is not None:
         by_number = {int(index): values for index, values in dict(listed).items()}
@@ -258,7 +258,7 @@ def _own_values(get: Getter, full: list[bool]) -> list[dict[str, Any]]:
 
 
 def _proportional(scaling: Config, where: str) -> dict[str, Any]:
-    """The rope of layers without a window, by the divisors that a GGUF has of its frequencies."""
+    """The rope parameters of layers without a window, derived from the frequency divisors of a GGUF."""
     divisors = list(scaling.get("divisors") or ())
     count = sum(divisor < NOT_TURNED / 2 for divisor in divisors)
     if not count or len(set(divisors[:count])) != 1 or any(d < NOT_TURNED / 2 for d in divisors[count:]):
@@ -275,7 +275,7 @@ def _inner(spec: ModelSpec) -> int:
 
 
 def _kinds(spec: ModelSpec) -> tuple[AttentionSpec, AttentionSpec]:
-    """The attention of the first layer with a window and of the last one without, each where there is one."""
+    """The attention of the first layer with a window, if there is one, and of the first layer without."""
     mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)]
     full = [mixer for mixer in mixers if not mixer.window]
     return next((mixer for mixer in mixers if mixer.window), full[0]), full[0]
@@ -286,7 +286,7 @@ def _sizes(mixer: AttentionSpec) -> tuple[int, int]:
 
 
 def _alike(spec: ModelSpec) -> ModelSpec:
-    """The same model with heads of one size, for what a file states once."""
+    """The same model with heads of one size and one MLP, for the keys that a file states once."""
     local, _ = _kinds(spec)
     layers = []
     for layer in spec.layers:

@@ -1,6 +1,7 @@
-"""GLM-4 (0414) and ERNIE 4.5: rope turns neighbouring values, in folders as in GGUFs. GLM-4 has norms around each part,
-gate and up as one projection, and rope over half of each head. GLM-4.5 and later mixtures (glm4_moe) have neither of
-these norms nor the interleaved rope; the first layers are dense, and scores are sigmoids with a bias of the choice."""
+"""GLM-4 (0414) and ERNIE 4.5: rope rotates neighbouring values, in folders as in GGUFs. GLM-4 has norms around each
+part, gate and up as one projection, and rope over half of each head. GLM-4.5 and later mixtures (glm4_moe) have neither
+norms after the parts nor the interleaved rope; the first layers are dense, and scores are sigmoids with a bias of the
+choice."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Granite: Llama with multipliers on the embedding, the scores, the residual stream and the logits.
 
 Granite 4 without SSM layers has folders of another class, GraniteMoeHybrid, of which only attention and the shared MLP
-are used. Its GGUFs are granite's. Granite SWA has windows in three of four layers, and sinks; its configurations list
-the base of each layer's rope (`LayerThetas`), as Muse Glimmer's do.
+are used. Its GGUFs have the architecture granite. Granite SWA has windows in three of four layers, and sinks; its
+configurations list the base of each layer's rope (`LayerThetas`), as Muse Glimmer's do.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from graftune.model.spec import ModelSpec
 
 @dataclass(frozen=True)
 class LayerThetas(Family):
-    """A base of 0 means no rope. Every fourth layer has no window where nothing else is said."""
+    """A family that lists the rope base of each layer; 0 means no rope. By default every fourth layer has no window."""
 
-    from_last: bool = False  # these are counted from the last layer on, not from the first
-    rope_with_window: bool = False  # layers without a window have no rope where nothing else is said
+    from_last: bool = False  # every fourth layer is counted from the last one, not from the first
+    rope_with_window: bool = False  # by default, layers without a window have no rope
 
     def windowed(self, get: Getter) -> list[bool]:
         if get.config.get("layer_types"):

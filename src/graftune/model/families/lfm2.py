@@ -1,6 +1,6 @@
-"""LFM2: a short convolution in place of attention in most layers, and names of its own; with experts behind the first
-layers, too. LFM3: windows in some of the
-other layers, a gate for each head, and norms behind each part too."""
+"""LFM2: a short convolution in place of attention in most layers, and tensor names of its own; lfm2_moe has experts
+after the first layers. LFM3: windows in some of the other layers, a gate for each head, and norms after each part
+too."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ NAMES = {
     "feed_forward.w2": "ffn_down",
     "embedding_norm": "token_embd_norm",
 }
-# What LFM3 has where its configuration leaves it out: the kinds of four layers in turn, though the first is a
-# convolution, and the ropes.
+# LFM3's defaults: the kinds of layers, which repeat every four (except that the first layer is a convolution), and the
+# ropes.
 LFM3_KINDS = ("sliding_attention", "conv", "full_attention", "conv")
 LFM3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -43,7 +43,7 @@ LFM3_ROPE = {
 
 class Lfm2(Family):
     def completed(self, config: Config) -> dict[str, Any]:
-        """With the names that others have for the same, and the feed-forward's width as it comes out."""
+        """The configuration with the common names of its keys, and with the feed-forward's adjusted width."""
         ffn = int(config.get("block_ff_dim") or config.get("intermediate_size") or 0)
         if config.get("block_auto_adjust_ff_dim", True):
             ffn, multiple = int(2 * ffn / 3), int(config.get("block_multiple_of") or 256)
@@ -54,7 +54,7 @@ class Lfm2(Family):
         return super().completed(config) | named
 
     def kinds(self, get: Getter) -> list[str]:
-        """Of the layers; what is not called conv is attention."""
+        """The kind of each layer; all kinds but conv are attention."""
         if get.config.get("layer_types"):
             return get.by_layer(get.config["layer_types"])
         attends = get.config.get("full_attn_idxs")
@@ -66,7 +66,7 @@ class Lfm2(Family):
         return [conv if kind == "conv" else attention for kind, attention in pairs]
 
     def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """A list of key heads has a zero for each layer without attention."""
+        """A GGUF may list the key heads of each layer, with a zero for layers without attention."""
         config = super().gguf_config(metadata, tensors, where)
         config |= {"norm_eps": config["rms_norm_eps"], "block_auto_adjust_ff_dim": False}
         heads = config.get("num_key_value_heads")
@@ -96,7 +96,7 @@ class Lfm2(Family):
 
 
 class Lfm2Moe(Mixture, Lfm2):
-    """The feed-forward's width is as its configuration states it."""
+    """LFM2 with experts. Its configuration states the feed-forward's width without LFM2's adjustment."""
 
     def completed(self, config: Config) -> dict[str, Any]:
         return super().completed(dict(self.defaults) | dict(config) | {"block_auto_adjust_ff_dim": False})
@@ -121,7 +121,7 @@ class Lfm2Moe(Mixture, Lfm2):
 
 class Lfm3(Lfm2):
     def completed(self, config: Config) -> dict[str, Any]:
-        """With what transformers takes for each kind of layer."""
+        """The configuration with defaults, among them transformers' rope for each kind of layer."""
         found = dict(self.defaults) | dict(config)
         return found | {"rms_norm_eps": found["norm_eps"], "rope_parameters": found.get("rope_parameters") or LFM3_ROPE}
 
@@ -224,7 +224,7 @@ LFM2 = (
         **FEED_FORWARD,
         local_rope=True,
         in_llama_cpp=False,
-        # Folders call the gate's projection by another name than transformers' module, and PEFT with it.
+        # Folders name the gate's projection gate_proj; transformers' module, and PEFT with it, names it g_proj.
         folder_names={".self_attn.g_proj.": ".self_attn.gate_proj."},
         gguf_names=NAMES
         | {

@@ -1,7 +1,7 @@
 """Llama, and the families that differ from it by windows, by layers without rope, by their ropes or by experts.
 
-GGUF knows Mistral's models and Mixtral's as llama: which of them a file holds, its keys tell. llama.cpp does not know
-their windows: the key is written all the same, for our own reader, and an export of a model with one says so.
+In GGUFs, Mistral's models and Mixtral's have the architecture llama, and other keys tell which of them a file holds.
+llama.cpp ignores their windows; the key is written for our own reader, and an export of a model with one says so.
 Ministral 3 scales queries by their position. Phi 3 has fused projections, rope over a part of each head, and longrope.
 Hunyuan has norms of queries and keys after rope, and a rope whose base is stretched by a fixed `alpha`.
 """
@@ -54,7 +54,7 @@ class SmolLm3(Family):
 
 
 class Ministral3(Family):
-    """Multiplies queries by 1 + beta * log(1 + position // original length); the beta stands beside rope's values."""
+    """Multiplies queries by 1 + beta * log(1 + position // original length); beta is one of rope's settings."""
 
     def completed(self, config: Config) -> dict[str, Any]:
         found = super().completed(config)
@@ -90,7 +90,7 @@ class Ministral3(Family):
 
 class Phi3(Family):
     def completed(self, config: Config) -> dict[str, Any]:
-        """With longrope under its name: the first checkpoints call it su or yarn."""
+        """Renames the scaling to longrope: the first checkpoints call it su or yarn."""
         found = super().completed(config)
         scaling = found.get("rope_scaling")
         kind = (scaling or {}).get("rope_type") or (scaling or {}).get("type")
@@ -101,7 +101,7 @@ class Phi3(Family):
 
 class Hunyuan(Family):
     def completed(self, config: Config) -> dict[str, Any]:
-        """With the base that alpha gives: the configuration calls it dynamic, and it never changes."""
+        """Replaces rope's base by the one that `alpha` gives: the configuration calls it dynamic, but it is fixed."""
         found = super().completed(config)
         values = dict(found.get("rope_parameters") or found.get("rope_scaling") or {})
         if "dynamic" in (values.get("rope_type"), values.get("type")) and values.get("alpha"):

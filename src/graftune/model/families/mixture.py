@@ -29,7 +29,7 @@ class Mixture(Family):
     expert_ffn_key: str = "intermediate_size"
     dense_key: str = ""  # how many of the first layers have no experts; "": all layers have them
     shared: str = ""  # the module of the shared expert; "": there is none
-    shared_ffn_key: str = ""  # its width; "": as many times an expert's as `shared_count_key` says
+    shared_ffn_key: str = ""  # the key of its width; "": the width is an expert's times the value of `shared_count_key`
     shared_count_key: str = ""
     shared_gate: bool = False  # whether its output has a gate, whose name in folders is in `folder_names`
     score: str = "softmax"

@@ -1,8 +1,8 @@
 """Muse Glimmer, the text model of a text-and-vision checkpoint: embeddings with a norm, gates on attention's output,
 norms around each part, and logits that are scaled and then capped.
 
-Norms of queries and keys have no weight, and queries are multiplied by a constant behind theirs, which is a factor of
-the scores here. A GGUF states the constant as a weight of these norms.
+Norms of queries and keys have no weight, and queries are multiplied by a constant after their norm; here it is a factor
+of the scores. A GGUF states the constant as a weight of these norms.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""OLMo 2 and 3: norms behind each part only, and one over all heads of queries and of keys; 3 has windows. OLMoE: norms
-before each part, and experts whose weights do not sum to one. EXAONE 4: norms behind each part, and a norm on each head
+"""OLMo 2 and 3: norms after each part only, and one over all heads of queries and of keys; 3 has windows. OLMoE: norms
+before each part, and experts whose weights do not sum to one. EXAONE 4: norms after each part, and a norm on each head
 of queries and keys. Its large model has windows on three of four layers, and no rope on the others.
 
 GGUF has one architecture for OLMo 2 and 3: a window tells them apart.
@@ -42,7 +42,7 @@ WINDOWED_LAYERS = 64  # llama.cpp gives windows to models with so many layers, a
 
 class Exaone4(Family):
     def completed(self, config: Config) -> dict[str, Any]:
-        """With the number of layers that a pattern such as LLLG (three local, one global) spans."""
+        """The configuration with a window pattern such as LLLG (three local layers, one global) as its length."""
         found = super().completed(config)
         pattern = found.get("sliding_window_pattern")
         if isinstance(pattern, str) and pattern == "L" * (len(pattern) - 1) + "G":

@@ -2,8 +2,8 @@
 the text model of Qwen3-VL, whose rope over three positions is the plain one where there are no images.
 
 Qwen 3.5, dense and with experts, and Qwen3-Next: gated delta nets in most layers, a gate on attention's output, norms
-that are stored less one, and in the mixtures a shared expert with a gate. Qwen3-Next's folders hold the inputs of a
-delta net by key head in two projections; its GGUFs have q, k and v in one tensor and z in another, in the engine's
+that are stored as weight - 1, and in the mixtures a shared expert with a gate. Qwen3-Next's folders hold the inputs of
+a delta net by key head in two projections; its GGUFs have q, k and v in one tensor and z in another, in the engine's
 order.
 """
 
@@ -35,7 +35,7 @@ class Qwen3Vl(Family):
         return super().config(spec, where) | {"model_type": "qwen3"}
 
     def gguf_keys(self, spec: ModelSpec, where: str) -> dict[str, Any]:
-        """llama.cpp wants the shares of a head that time, height and width rotate, also of a text model."""
+        """llama.cpp wants, even for a text model, how many of rope's frequencies rotate by time, height and width."""
         pairs = self.written_ropes(spec)[0].width // 2
         side = pairs * 5 // 16
         return super().gguf_keys(spec, where) | {"rope.dimension_sections": [pairs - 2 * side, side, side, 0]}
@@ -46,7 +46,7 @@ class Qwen3Vl(Family):
 
 
 def sections_of(config: Config) -> dict[str, Any]:
-    """The shares of a head that time, height and width rotate, as a text-and-vision configuration states them."""
+    """How many of rope's frequencies rotate by time, height and width, by a text-and-vision configuration."""
     text = config.get("text_config") or {}
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     found = rope.get("mrope_section")
@@ -78,7 +78,7 @@ class QwenDelta(Family):
         return [delta if kind == LINEAR else attention for kind in get.by_layer(kinds, (LINEAR, FULL))]
 
     def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """A GGUF says how wide the value heads are together."""
+        """A GGUF states the width of all value heads together, not that of one."""
         config = super().gguf_config(metadata, tensors, where)
         inner, heads = metadata.get(f"{self.arch}.ssm.inner_size"), config.get("linear_num_value_heads")
         if inner and heads:
@@ -124,8 +124,8 @@ class QwenDelta(Family):
 
 
 class Qwen35(QwenDelta):
-    """Also of Qwen 3.6 and 3.8. Rope's positions of images have three coordinates (`sections`), which are all the same
-    for text. GGUFs have the value heads of all key heads in turn."""
+    """Qwen 3.5, 3.6 and 3.8. Rope's positions of images have three coordinates (`sections`), which are all the same
+    for text. GGUFs store one value head of every key head in turn."""
 
     def config(self, spec: ModelSpec, where: str = "") -> dict[str, Any]:
         found = super().config(spec, where)
@@ -133,7 +133,7 @@ class Qwen35(QwenDelta):
         return found | {"rope_parameters": found["rope_parameters"] | images}
 
     def sections(self, spec: ModelSpec) -> list[int]:
-        """How many of rope's frequencies turn by time, height and width."""
+        """How many of rope's frequencies rotate by time, height and width."""
         pairs = spec.ropes[0].width // 2
         first = ceil_div(pairs, 3)
         second = ceil_div(pairs - first, 2)
@@ -148,7 +148,7 @@ class Qwen35(QwenDelta):
 
 @dataclass(frozen=True)
 class Qwen35Moe(Mixture, Qwen35):
-    """Its weights always sum to one: there is no setting for it."""
+    """The routing weights of a token always sum to one: the configuration has no setting for it."""
 
     def completed(self, config: Config) -> dict[str, Any]:
         return super().completed(config) | {"norm_topk_prob": True}
@@ -156,7 +156,7 @@ class Qwen35Moe(Mixture, Qwen35):
 
 @dataclass(frozen=True)
 class Qwen3Next(Qwen3Moe, QwenDelta):
-    """The mixture of Qwen 3 behind delta nets."""
+    """Qwen 3's mixture of experts, with delta nets as mixers in most layers."""
 
 
 def _spaced(layers: int, every: int) -> list[str]:

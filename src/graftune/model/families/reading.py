@@ -1,4 +1,4 @@
-"""Checked values out of a configuration in Hugging Face's words, and the refusals that all families share."""
+"""Reads checked values of a configuration with Hugging Face's keys, and refuses what no family supports."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Getter:
         return count
 
     def by_layer(self, values: Sequence[Any], known: Collection[str] | None = None) -> list[Any]:
-        """A list with one entry for each layer, of which there are only the `known` ones."""
+        """Checks that a list has one entry for each layer, and only `known` entries where these are given."""
         if len(values) != self.layers() or (known is not None and not set(known).issuperset(values)):
             raise self.refused("kinds of layers")
         return list(values)

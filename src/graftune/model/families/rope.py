@@ -82,7 +82,7 @@ def _scaling(values: Config, config: Config, where: str) -> RopeScaling:
 
 
 def written_scaling(rope: RopeSpec, where: str) -> dict[str, Any] | None:
-    """`rope_scaling` of a configuration."""
+    """The value of `rope_scaling` in a configuration; None: the rope is not scaled."""
     scaling = _llama3_of(rope, where) if rope.scaling.divisors else rope.scaling
     if scaling.kind == "none":
         return None
@@ -125,7 +125,7 @@ def _llama3_of(rope: RopeSpec, where: str) -> RopeScaling:
 def gguf_scaling(
     metadata: Config, tensors: Mapping[str, Any], arch: str, head_width: int, where: str
 ) -> dict[str, Any]:
-    """`rope_scaling` in the words of a configuration; `divisors` are a GGUF's own."""
+    """A GGUF's scaling as the `rope_scaling` of a configuration, with one more key: `divisors` of the frequencies."""
     stem = f"{arch}.rope.scaling"
     if metadata.get(f"{stem}.yarn_ext_factor", 1.0) not in (1.0, -1.0):
         raise GraftuneError("yarn_ext_factor is not known", where=where, fix="use a file without it")
@@ -164,8 +164,8 @@ def gguf_scaling(
 
 
 def gguf_keys(rope: RopeSpec, truncates_yarn: bool = True) -> dict[str, Any]:
-    """What a GGUF says about the scaling, behind the architecture's name. `truncates_yarn`: how readers take yarn in
-    files of this family."""
+    """The keys of the scaling in a GGUF, without the architecture's prefix. `truncates_yarn`: whether readers truncate
+    yarn in files of this family."""
     scaling = rope.scaling
     if scaling.kind in ("none", "llama3", "proportional"):  # the last two are tensors: see gguf_tensors
         return {}
@@ -178,7 +178,7 @@ def gguf_keys(rope: RopeSpec, truncates_yarn: bool = True) -> dict[str, Any]:
         if scaling.truncate != truncates_yarn:
             with_ = "with" if scaling.truncate else "without"
             raise GraftuneError(f"GGUF has no key for yarn {with_} truncation", fix="export to merged or peft")
-        # llama.cpp multiplies by what comes from the factor alone: only the rest is written.
+        # llama.cpp already multiplies by the attention factor that follows from `factor`: only the rest is written.
         rest = attention / yarn_attention(scaling.factor)
         if not math.isclose(rest, 1.0, rel_tol=1e-6):
             found["rope.scaling.attn_factor"] = rest

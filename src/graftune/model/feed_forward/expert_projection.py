@@ -1,6 +1,6 @@
-"""The same projection of every expert: frozen weights and an adapter each, as grouped products over sorted rows.
+"""One projection of all experts: frozen weights and an adapter each, as grouped products over sorted rows.
 
-Where a kernel computes, x need not be sorted: `rows` [S] says which of its rows each sorted row is.
+Where a kernel computes, x need not be sorted: `rows` [S] gives the row of x that each sorted row reads.
 
 Legend: E experts, S rows, R rank.
 """

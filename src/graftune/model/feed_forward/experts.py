@@ -11,8 +11,8 @@ and drops tokens.)
 
 The experts' gate and up are one product with one adapter, as transformers holds them and PEFT adapts them: A [E, R, D]
 and B [E, 2F, R]. An expert's output is not saved for the router, since <dy, act W' + b> = <dy W, act> + <dy, b>: the
-way back through `down` is taken before the row is weighed, and its product with the activation is the weight's
-gradient.
+backward goes through `down` before it multiplies by the routing weight w, and the inner product of that result with the
+activation is w's gradient.
 
 A shared expert, which reads every token, is a part of its own beside the mixture (gated.py).
 
@@ -39,7 +39,8 @@ from graftune.model.feed_forward.router import Routed, Router, RouterSpec
 from graftune.model.part import FeedForward, FeedForwardSpec, FileOrder, NormWeight, PartInput, PartPlacer, SavedInput
 from graftune.model.projection import ReadyGrad
 
-# transformers' two parameters, each the weights of all experts, and what is in them. Each has one adapter an expert.
+# transformers' two parameters, which stack the weights of all experts, and their projections. An expert has one adapter
+# for each parameter.
 PARAMETERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
@@ -55,12 +56,12 @@ class ExpertsSpec(FeedForwardSpec):
     bias: bool = False  # of the experts' projections
     interleaved: bool = False  # folders hold the experts in one tensor [E, in, out], with gate and up in turns
     stacked: bool = False  # folders hold them in one tensor [E, out, in], gate before up
-    own_norm: str = ""  # a norm inside the part, which then reads the stream: so does the router; "": none
+    own_norm: str = ""  # a norm inside the part, which then reads the plain stream, as the router does; "": none
     norm_eps: float = 0.0
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
-        """Of one expert."""
+        """(out, in) of one expert's projections."""
         inner = (self.ffn, self.width)
         return {"gate_proj": inner, "up_proj": inner, "down_proj": (self.width, self.ffn)}
 
@@ -114,11 +115,11 @@ class ExpertsSpec(FeedForwardSpec):
         return sum(out for out, _ in shapes), shapes[0][1]
 
     def names_of(self, expert: int, parameter: str) -> list[str]:
-        """Of what a parameter holds of one expert."""
+        """The names of one expert's tensors in a parameter."""
         return [self.named(f"experts.{expert}.{member}.weight") for member in PARAMETERS[parameter]]
 
     def adapters(self, targets: Collection[str], rank: int, dropout: float) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Gate and up are one here, and dropout on what an expert reads is nothing PEFT could load."""
+        """Gate and up share one adapter. Dropout is refused: PEFT could not load an adapter with dropout on experts."""
         paths = {parameter: {self.path(member) for member in members} for parameter, members in PARAMETERS.items()}
         found = [parameter for parameter in PARAMETERS if paths[parameter] & set(targets)]
         if "gate_up_proj" in found and not paths["gate_up_proj"] <= set(targets):
@@ -242,12 +243,12 @@ class Experts(FeedForward[ExpertsSaved]):
         need_input: bool,
     ) -> torch.Tensor:
         gate_up, h_gate_up, h_down, routed, rstd = saved
-        del saved  # so that gate_up is released behind its last use
+        del saved  # so that gate_up is released after its last use
         grad, starts = grad[:, : read.x.shape[1]], routed.starts
         weights = _by_row(routed.weights, routed)
         grad_out, rows = _rows_of(grad, routed)
         grad_act, g = self.down.backward(grad_out, h_down, starts, rows)
-        in_place = launch.fused(grad_act)  # the kernel goes value by value
+        in_place = launch.fused(grad_act)  # the kernel reads each value before it overwrites it
         grad_gate_up, act = (gate_up, grad_act) if in_place else (torch.empty_like(gate_up), torch.empty_like(grad_act))
         grad_weights = swiglu.backward(grad_act, gate_up, grad_gate_up, act, self.unit, weights)
         assert grad_weights is not None

@@ -1,11 +1,11 @@
 """The gated MLP: down(act(gate(x)) * up(x)), gate and up as one product.
 
-The backward keeps that product, the largest saved tensor, and recomputes the activation. Its gradient overwrites it.
-Under `selective` the product itself is recomputed.
+The forward saves that product, the largest saved tensor; the backward recomputes the activation and overwrites the
+product with its gradient. Under `selective` the product itself is recomputed.
 
 A shared expert beside a mixture may have a gate of one value for each token, sigmoid(n . w), on its output (n: the
-normed stream). As in experts.py, the output is not saved for it: <dy, act W'> = <dy W, act>, so that the way back
-through `down` is taken before the gate is applied.
+normed stream). As in experts.py, the output is not saved for it: <dy, act W'> = <dy W, act>, so the backward goes
+through `down` before it applies the gate.
 
 Legend: T tokens, D width, F feed-forward width.
 """
@@ -77,7 +77,7 @@ class GatedMlp(FeedForward[GatedSaved]):
         return GatedSaved(gate_up, h_gate_up, h_down, self._gate(entry))
 
     def _gate(self, entry: PartInput) -> torch.Tensor | None:
-        """Behind the product of the input, which leaves the stream and the norm's rstd in `entry`."""
+        """The output's gate [T, 1]. Called after `entry.product`, which leaves the stream and its rstd in `entry`."""
         if self.out_gate is None:
             return None
         weight = self.out_gate if entry.weight is None else self.out_gate * entry.weight

@@ -1,7 +1,7 @@
 """Gemma 4's third branch in its small models: proj(act(gate(x)) * e), with e [T, P] the layer's own input.
 
-The inputs of all layers are computed at the start of a pass (model/layer_inputs.py). P is small, so that the gate is
-saved as it is. As a gated unit the activation has e in place of the up product.
+The inputs of all layers are computed at the start of a pass (model/layer_inputs.py). P is small, so the gate's product
+is saved. The activation is computed as a gated unit, with e in place of the up product.
 
 Legend: T tokens, D width, P width of a layer's input.
 """

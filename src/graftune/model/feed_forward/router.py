@@ -4,11 +4,11 @@
     s = softmax(z) or sigmoid(z)      chosen = the k largest of s, or of s + c (c: a bias of the choice alone)
     v = s[chosen]                     w = scale * v, or scale * v / (sum(v) + eps), times a factor of each expert's own
 
-Gemma 4's reads the stream through a norm without weight, in place of n, and multiplies it by a vector.
+Gemma 4's router reads the stream through a norm without weight, in place of n, and multiplies it by a vector.
 
-A softmax over the chosen logits alone (gpt-oss) is the softmax over all of them with normalised weights, so that it has
-no code of its own. Everything is computed in fp32, so that the choice does not depend on how logits were rounded. The
-router is frozen; its gradient goes on to the stream. The choice has no gradient.
+A softmax over the chosen logits alone (gpt-oss) equals the softmax over all of them with normalised weights, so it
+needs no code of its own. Everything is computed in fp32, so that the choice does not depend on how logits were rounded.
+The router is frozen; its gradient goes on to the stream. The choice has no gradient.
 
 Legend: T tokens, D width, E experts, k chosen a token, S = T k rows.
 """
@@ -28,7 +28,7 @@ from graftune.model.part import PartPlacer
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """Names are those behind the mixture's module."""
+    """The kind of router. Tensor names are those after the mixture's module."""
 
     normalised: bool = True  # whether the weights of a token's experts sum to one, before `scale`
     score: str = "softmax"  # softmax | sigmoid
@@ -108,7 +108,7 @@ class Router:
         return scores, chosen, weights if self.expert_scale is None else weights * self.expert_scale[chosen]
 
     def _total(self, chosen_scores: torch.Tensor) -> torch.Tensor:
-        """What normalised weights are divided by, [T, 1]."""
+        """The divisor of normalised weights, [T, 1]."""
         total = chosen_scores.sum(1, keepdim=True)
         return total.add_(self.spec.eps) if self.spec.eps else total
 

@@ -1,6 +1,6 @@
-"""What the routers of a model did during an optimizer step: sums that stay on the device until its report is read.
+"""Statistics of a model's routers in an optimizer step: sums that stay on the device until the step's report is read.
 
-A forward pass of training has a `RoutingSums` in its context. Padding is not counted; the last layer computes only the
+A forward pass of training has a `RoutingPass` in its context. Padding is not counted; the last layer computes only the
 rows that predict something, so it counts those.
 """
 
@@ -37,7 +37,7 @@ class RoutingSums:
         self.place = {layer: place for place, layer in enumerate(self.experts)}
 
     def take(self, out: torch.Tensor) -> None:
-        """Write the sums to a step's report, and begin again."""
+        """Write the sums to a step's report and zero them."""
         out.copy_(self.sums.sum(1).flatten())
         self.sums.zero_()
 

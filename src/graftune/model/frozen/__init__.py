@@ -5,7 +5,7 @@ trainer.
 
     Dense      resident in a float dtype, as a rule the compute dtype, with adapter columns beside it where asked
     Fetched    likewise, in a buffer that blocks use in turn (model/bundles.py)
-    Fp8        on a GPU as 8-bit codes with a scale a row, and multiplied as such (model/fp8_projection.py)
+    Fp8        on a GPU as 8-bit codes with a scale a row, multiplied without dequantising (model/fp8_projection.py)
     Unpacked   on a GPU in fewer bits (NF4, GGUF blocks as in the file, or another float dtype): each product
                dequantises the weight into a scratch that all layers share
     Table      an embedding or head likewise, by as many rows as fit the scratch

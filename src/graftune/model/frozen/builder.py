@@ -1,4 +1,4 @@
-"""Builds the frozen weights of one model: asks each tensor's format, and dequantises those without products."""
+"""Builds the frozen weights of one model: by the format of each tensor, or, if that has no products, dequantised."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class WeightBuilder:
         *,
         as_stored: bool = False,
     ) -> Frozen:
-        """One weight whose rows are those of all sources, each in its format. `as_stored`: those are the formats of the
-        file; a CPU then leaves the tensors there."""
+        """One weight whose rows are those of all sources, each in its format. `as_stored`: the formats are those of the
+        file, and a CPU then leaves the tensors in the file."""
         in_file = as_stored and not self.on_gpu
         if in_file and not self.fetched:
             return Mapped([loaded(source) for source in sources], self.device, self.compute)

@@ -1,6 +1,6 @@
-"""Weights in 8-bit floats, multiplied as such: activations and gradients become codes too, with one scale per token.
+"""Weights in 8-bit floats, multiplied as codes: activations and gradients become codes too, with one scale per token.
 
-The product needs both operands with the summed dimension contiguous. A weight is stored so for the forward pass, but
+The product needs both operands with the summed dimension contiguous. A weight is stored that way for the forward, but
 not for dX (the sum runs over `out`), so the codes are transposed into a buffer that all layers share: two bytes of
 traffic per value, 4 ms of a step at 8B. `both` keeps the transposed codes instead, in the memory of a bf16 base, on
 cards with much more memory than that (formats/fp8.py). The same row scales are used in both passes
@@ -33,7 +33,7 @@ from graftune.model.bundles import Place
 from graftune.model.frozen.interface import Augmented, RowSource
 from graftune.model.frozen.mapped import pieces, read_to
 
-MOST_RANK = 64  # from there on three columns a rank cost more than a pass over y
+MOST_RANK = 64  # above it, three columns of codes per rank cost more than a pass over y
 
 
 @runtime_checkable
@@ -56,7 +56,7 @@ class Workspace:
 
     @staticmethod
     def size(out: int, width: int, ranks: int) -> int:
-        """Bytes of the scratch that a weight takes."""
+        """The bytes of scratch that a weight's transposed codes take."""
         return width * fp8.aligned(_tiled(out + fp8.adapter_code_columns(ranks)))
 
     @property
@@ -103,7 +103,7 @@ class Fp8(Augmented):
         self.storage = self.whole[:rows]
         self.scale = torch.ones(out_features, dtype=torch.float32, device=device)
         self.workspace = workspace
-        self.kept: torch.Tensor | None = None  # [in, out + code_columns]
+        self.kept: torch.Tensor | None = None  # [in, out + code_columns]: the transposed codes, with `both`
         if both:
             self.kept = fp8.buffer(in_features, out_features + code_columns, device, zero=True)
         self.adapter_codes: AdapterCodes | None = None
@@ -121,7 +121,7 @@ class Fp8(Augmented):
         slack: float = 1.0,
         both: bool = False,
     ) -> Self:
-        """Quantised while it is read, on the device: the peak is the codes and a few rows."""
+        """Reads and quantises a weight on the device, piece by piece: peak memory is the codes and a few rows."""
         rows, width = sum(s.shape[0] for s in sources), sources[0].shape[1]
         made = cls(rows, width, device, compute, workspace, adapter_columns=adapter_columns, slack=slack, both=both)
         at = 0
@@ -136,12 +136,12 @@ class Fp8(Augmented):
         return made
 
     def fill(self, start: int, values: torch.Tensor) -> None:
-        """Rows from `start` on."""
+        """Quantises `values` into the rows from `start` on."""
         place = slice(start, start + len(values))
         self.scale[place] = fp8.quantise(values.to(launch.device_of(self.storage)), self.weight[place])
 
     def fill_codes(self, start: int, rows: Rows) -> None:
-        """The same for codes that are taken as they are. A NaN in a row sets its scale to NaN, which `finish`
+        """Stores codes in the rows from `start` on, unchanged. A NaN in a row sets its scale to NaN, which `finish`
         refuses."""
         place, device = slice(start, start + len(rows.codes)), launch.device_of(self.storage)
         codes = rows.codes.view(torch.uint8).to(device)
@@ -232,7 +232,7 @@ class Fp8(Augmented):
         return self._product(rows), h
 
     def act_backward(self, grad_act: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, act: torch.Tensor) -> Rows:
-        """SwiGLU's backward into `out`, our dY, and `act` (kernels/swiglu); returns dY's codes for `backward`."""
+        """Writes SwiGLU's backward to `out`, this weight's dY, and `act` (kernels/swiglu); returns dY's codes."""
         codes, reach = self._buffer(len(out), self.out_features), self._adapter_codes.backward.reach
         inner = codes[:, : self.out_features]
         return Rows(codes, fp8.act_backward(grad_act, gate_up, out, act, inner, self.scale, reach=reach))
@@ -246,8 +246,8 @@ class Fp8(Augmented):
         residual: torch.Tensor,
         out: torch.Tensor,
     ) -> Rows:
-        """The norm's backward into `out`, the gradient of the stream that we wrote to, which is our dY. Returns its
-        codes for `backward`."""
+        """Writes the norm's backward to `out`: the gradient of the stream that this weight's product was added to,
+        which is its dY. Returns dY's codes for `backward`."""
         codes, reach = self._buffer(len(x), self.out_features), self._adapter_codes.backward.reach
         inner = codes[:, : self.out_features]
         return Rows(codes, fp8.norm_backward(grad_y, x, rstd, weight, residual, out, inner, self.scale, reach=reach))
@@ -260,7 +260,7 @@ class Fp8(Augmented):
         sin: torch.Tensor,
         heads: tuple[int, int, int],
     ) -> Rows:
-        """Rope's backward into `out`, our dY. Returns its codes for `backward`."""
+        """Writes rope's backward to `out`, this weight's dY. Returns dY's codes for `backward`."""
         codes, reach = self._buffer(len(out), self.out_features), self._adapter_codes.backward.reach
         inner = codes[:, : self.out_features]
         return Rows(codes, fp8.rope_backward(grads, out, cos, sin, heads, inner, self.scale, reach=reach))
@@ -308,7 +308,7 @@ class Fp8(Augmented):
         return fp8.mm(rows, weight, self.compute)
 
     def _grad_product(self, rows: Rows, height: int | None = None) -> torch.Tensor:
-        """By the first `height` rows of the storage, or all."""
+        """Multiplies by the first `height` rows of the storage, or by all."""
         spans.product(self.name)
         if self.kept is not None:
             turned = self.kept[:, :height]
@@ -322,8 +322,8 @@ class Fp8(Augmented):
 
 
 class FetchedFp8(Fp8):
-    """The same in a buffer that other blocks use too (model/bundles.py): the adapters' codes have their own memory and
-    are copied beside and below the weight's for each product. The row scales stay on the device: the adapters are
+    """An FP8 weight in a buffer that other blocks use too (model/bundles.py): the adapters' codes have their own memory
+    and are copied beside and below the weight's for each product. The row scales stay on the device: the adapters are
     quantised with them after every update, and the next block writes dY times them."""
 
     @cached_property

@@ -45,8 +45,8 @@ class RowSource(Protocol):
 
     @property
     def raw(self) -> ReadBlocks | None:
-        """Reads rows as a GGUF's blocks, [rows, bytes of a row] uint8, in the model's order; None: they are not stored
-        so."""
+        """A function that reads rows as GGUF blocks, [rows, bytes of a row] uint8, in the model's order; None: the rows
+        are not stored as blocks."""
 
 
 class Packed(RowSource, Protocol):
@@ -54,18 +54,18 @@ class Packed(RowSource, Protocol):
     once, to the dtype asked for."""
 
     def unpack(self, out: torch.Tensor, start: int = 0, used: torch.Tensor | None = None) -> None:
-        """Dequantises rows from `start` on into out [rows, in]; `out` may have a row stride. `used` [E + 1] (int32):
-        where the rows that E experts multiply begin, if this is all their weights; those without rows may be left
-        out."""
+        """Dequantises rows from `start` on into out [rows, in]; `out` may have a row stride. `used` [E + 1] (int32), if
+        these are the weights of all E experts: where each expert's token rows begin; weights of experts without any may
+        be skipped."""
 
     def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The rows `ids` [T] -> [T, in]."""
 
     def moved(self, place: Place) -> Packed:
-        """The same with its tensors elsewhere (model/bundles.py)."""
+        """A copy of this object with each tensor replaced by the result of `place` (model/bundles.py)."""
 
     def numbers(self) -> Iterator[torch.Tensor]:
-        """Floats that are all finite exactly where all values are: of codes, their scales."""
+        """Yields floats that are all finite if and only if all values are; for codes, their scales."""
 
 
 class RowsByReading:
@@ -118,7 +118,7 @@ class TensorRows(RowsByReading):
 @dataclass(frozen=True, eq=False)
 class CheckpointWeight(RowsByReading, ABC):
     """A quantised weight that a checkpoint stores in several tensors and that is read as a whole (a RowSource). The
-    last one that was read stays in memory, since rows are read in runs."""
+    weight that was read last stays in memory, since its rows are read piece by piece."""
 
     name: str
     parts: Mapping[str, RowSource]
@@ -134,7 +134,7 @@ class CheckpointWeight(RowsByReading, ABC):
 
     @abstractmethod
     def empty(self, device: torch.device) -> Packed:
-        """What `load` returns, with memory but without contents: for a plan."""
+        """What `load` returns, but with uninitialised memory: for the memory plan."""
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         return _on_cpu(self).read(start, stop)
@@ -152,7 +152,7 @@ def _on_cpu(weight: CheckpointWeight) -> Packed:
 
 
 def loaded(source: RowSource) -> RowSource:
-    """The source; a weight that is read as a whole is read once, into host memory."""
+    """Returns the source; a CheckpointWeight is read once, as a whole, into host memory."""
     return source.load(torch.device("cpu")) if isinstance(source, CheckpointWeight) else source
 
 
@@ -184,7 +184,7 @@ class Augmented(ABC):
     adapter_columns: int
     out_features: int
     in_features: int
-    adapters: Adapters | None = None  # those that are written to the storage for each product
+    adapters: Adapters | None = None  # if they are written to the storage for each product
 
     @property
     def weight(self) -> torch.Tensor:
@@ -206,8 +206,8 @@ class Augmented(ABC):
         return ()
 
     def dense(self, used: torch.Tensor | None = None) -> torch.Tensor:
-        """The weight [out, in] as floats of the compute dtype, valid until the next product of the model. `used` is
-        that of `Packed.unpack`."""
+        """The weight [out, in] as floats of the compute dtype, valid until the next product of the model. `used`: see
+        `Packed.unpack`."""
         return self.weight
 
     @property

@@ -1,4 +1,4 @@
-"""Products with a weight of which only some rows are dequantised at a time, and the reading of rows by pieces."""
+"""Products with a weight that is dequantised a few rows at a time, and functions that read rows in pieces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAPPED_ROWS_BYTES = 8 << 20  # fp32 bytes of a mapped weight that exist at once
 
 
 class ByPieces(ABC):
-    """The products, given the pieces; gradients are summed over them in fp32."""
+    """Products with a weight that is given in pieces; input gradients are summed over the pieces in fp32."""
 
     out_features: int
     in_features: int
@@ -53,7 +53,7 @@ class Mapped(ByPieces):
         return sum(s.nbytes for s in self.members)
 
     def move(self, place: Place) -> None:
-        """Only where all members are in memory."""
+        """Requires that all members are in memory."""
         self.members = [cast(Packed, source).moved(place) for source in self.members]
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ def fill(target: torch.Tensor, source: RowSource) -> None:
 
 
 def read_to(source: RowSource, start: int, stop: int, device: torch.device) -> torch.Tensor:
-    """Rows of a source on a device, as `read` has them."""
+    """Rows of a source on a device, with the values of `read`."""
     blocks = _blocks_for(source, device)
     if blocks is None:
         return source.read(start, stop).to(device)
@@ -98,14 +98,13 @@ def read_to(source: RowSource, start: int, stop: int, device: torch.device) -> t
 
 
 def _blocks_for(source: RowSource, device: torch.device) -> ReadBlocks | None:
-    """Reads the GGUF blocks of a source, if they are copied to the device as they are and dequantised there, to the
-    same bits: a GPU does. The CPU would need every core for it, and two runs that start at the same time would wait for
-    each other."""
+    """The function that reads a source's GGUF blocks, if they are dequantised on a GPU, to the same bits; else None.
+    The CPU would need every core for it, and two runs that start at the same time would wait for each other."""
     return source.raw if launch.on_gpu(device) and gguf_dequant.is_quantised(source.dtype_name) else None
 
 
 def numbers(source: RowSource) -> Iterator[torch.Tensor]:
-    """Floats that are all finite exactly where the source's values are; of a file, a few rows at a time."""
+    """Yields floats that are all finite if and only if the source's values are; a file is read a few rows at a time."""
     if hasattr(source, "numbers"):
         yield from source.numbers()
     elif len(source.shape) != 2:

@@ -24,8 +24,8 @@ KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 class Dense(Augmented):
-    """Resident, as a rule in the compute dtype, with `adapter_columns` columns beside it and as many rows below it,
-    zero at first. Adapters stay there from update to update."""
+    """A resident weight, as a rule in the compute dtype, with `adapter_columns` columns beside it and as many rows
+    below it, zero at first. Adapters stay there from update to update."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Dense(Augmented):
         compute: torch.dtype,
         adapter_columns: int = 0,
     ) -> Self:
-        """Filled straight from the sources, a few rows at a time: the peak is the weight and one piece."""
+        """Reads a weight straight from the sources, a few rows at a time: peak memory is the weight and one piece."""
         rows, width = sum(s.shape[0] for s in sources), sources[0].shape[1]
         dense = cls(rows, width, device, dtype, compute, adapter_columns)
         at = 0
@@ -135,12 +135,13 @@ class Trained:
 
 
 def _in_large_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor, which is about to be filled; only whole large pages within it are meant.
+    """Asks Linux for pages of 2 MiB for a large CPU tensor that is about to be filled; returns the tensor.
 
-    A fresh allocation has no memory behind it: the first touch of every 4 KiB page goes through the kernel, and while a
-    model is loaded that takes longer than copying it does. Asked for pages of 2 MiB, Linux does it 512 times less often
-    (measured: 2.3 GB/s became 5.9 out of the page cache, on one core), and products find their way through fewer
-    entries. It is advice: where the kernel does not take it, everything works as before."""
+    A fresh allocation has no memory yet: the first touch of every 4 KiB page goes through the kernel, and while a
+    model is loaded that takes longer than copying it does. With pages of 2 MiB it happens 512 times less often
+    (measured: 2.3 GB/s became 5.9 out of the page cache, on one core), and products need fewer entries of the page
+    table. Only whole large pages within the tensor are asked for. Where the kernel ignores this advice, everything
+    works as before."""
     if tensor.device.type == "cpu" and tensor.nbytes >= 2 * PAGE and (madvise := _madvise()) is not None:
         start = ceil_div(tensor.data_ptr(), PAGE) * PAGE
         stop = (tensor.data_ptr() + tensor.nbytes) // PAGE * PAGE

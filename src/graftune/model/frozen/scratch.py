@@ -49,7 +49,7 @@ class Scratch:
 
 
 class Unpacked(Augmented):
-    """A weight that exists in the scratch for the length of a product."""
+    """A packed weight that every product dequantises into the scratch."""
 
     def __init__(self, members: Sequence[Packed], scratch: Scratch, adapter_columns: int = 0):
         self.members, self.adapter_columns = list(members), adapter_columns

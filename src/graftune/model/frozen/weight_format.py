@@ -38,13 +38,13 @@ class Option(NamedTuple):
 
 
 class WeightFormat(ABC):
-    name: str  # of the setting base_dtype, where it can be asked for
+    name: str  # the value of the setting base_dtype that selects it, if `by_name`
     by_name: bool = True  # whether base_dtype may name it; if not, "keep" leaves tensors in it
     quantises: bool = False  # values are rounded while they are read: embedding and head keep the compute dtype
     experts: bool = True  # whether the stacked weights of experts can be multiplied in it
     merged_dtype: torch.dtype = torch.bfloat16  # what an exported model stores such a tensor in
     dequantised: bool = True  # for each product; False: products read the stored values
-    value_bytes: float = 0.0  # of one value of a projection; 0: the file's tensors say it
+    value_bytes: float = 0.0  # of one value of a projection; 0: depends on the file's tensors
 
     def reads(self, quantisation: Mapping[str, Any]) -> bool:
         """Whether it reads checkpoints with this `quantization_config`."""
@@ -74,7 +74,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def pack(self, source: RowSource, device: torch.device) -> Packed:
-        """The tensor in memory on the device, in this format. Beside the result a few rows exist at a time."""
+        """Reads the tensor to the device, in this format. Beside the result only a few rows exist at a time."""
 
     def pack_all(self, sources: Sequence[RowSource], device: torch.device) -> Sequence[Packed]:
         """All members of one weight, in order. Several sources may become one member."""

@@ -1,12 +1,12 @@
-"""Causal attention over the documents of a pass: qkv as one product, bias, norms and rope in one kernel, o.
+"""Causal attention over the documents of a pass: qkv in one product, bias, norms and rope in one kernel, attention, o.
 
-The backward keeps qkv as rotated in place and attention's output; the rotation is undone without its input. Gradients
-of weights that nothing waits for run beside attention's backward, whose kernels leave much of the GPU idle.
+The forward saves the rotated qkv and attention's output; the backward undoes the rotation without its input. Weight
+gradients, which nothing waits for, run beside attention's backward, whose kernels leave much of the GPU idle.
 
-A gate on attention's output is a part of the qkv product too. As a projection of its own it is behind q, k and v, and
-nothing else changes. Inside q, each head is followed by its gate, as checkpoints have it: the rows of the weight, of
-quantised blocks and of adapters stay in their order, and the kernel that norms and rotates q and k writes them to a
-buffer of their own, while the product itself is what the norms' backward reads. The same holds where values are the
+A gate on attention's output is a part of the qkv product too. A gate with a projection of its own adds columns after
+q, k and v, and nothing else changes. With a gate inside q, each head is followed by its gate, as in checkpoints: the
+rows of the weight, of quantised blocks and of adapters keep their order, the kernel that norms and rotates q and k
+writes them to a separate buffer, and the norms' backward reads the product itself. The same holds where values are the
 keys before their norm.
 
 A layer may also use the keys and values of an earlier layer: its product is q alone, and its backward adds to the
@@ -61,16 +61,16 @@ class AttentionSpec(MixerSpec):
     interleaved: tuple[str, ...] = ()  # the kinds of files that interleave the two halves of each head of q and k
     out_bias: bool = False
     fused: bool = False  # checkpoints hold q, k and v as one projection
-    gate: str = "none"  # on the output: none | in_q (behind each head of q) | value, head (a projection: see gate_proj)
+    gate: str = "none"  # on the output: none | in_q (after each head of q) | value, head (a projection: see gate_proj)
     qk_norm: bool = False
     wide_qk_norm: bool = False  # over all heads of q, and of k, together
-    v_norm: bool = False  # beside those of q and k
-    v_from_k: bool = False  # no v_proj: values are what k's norm reads, through v_norm
+    v_norm: bool = False  # v has a norm too
+    v_from_k: bool = False  # no v_proj: v is v_norm of the keys before their norm
     shares_keys: bool = False  # later layers use its keys and values
     keys_from: int | None = None  # the earlier layer whose keys and values it uses, in place of any of its own
-    unweighted: tuple[str, ...] = ()  # those of these norms that have no weight
+    unweighted: tuple[str, ...] = ()  # names of the norms of q, k and v that have no weight
     norm_after_rope: bool = False
-    norm_offset: float = 0.0  # of these norms (NormSpec.offset)
+    norm_offset: float = 0.0  # of the norms of q, k and v (NormSpec.offset)
     module: str = "self_attn"
     out: str = "o_proj"
     gate_proj: str = "gate_proj"  # gates every value of a head, or the whole head
@@ -113,9 +113,9 @@ class AttentionSpec(MixerSpec):
         return {name: count * self.head_width for name, count in zip(names, heads, strict=False)}
 
     def order_in(self, file: str, name: str) -> FileOrder | None:
-        """Hugging Face stores what rope turns of a head as two halves, and rope rotates a value of one half with one of
-        the other. The llama architecture of GGUF, and a few others, interleave the halves, so that rope rotates
-        neighbours."""
+        """The row order of q and k. Hugging Face stores the rotated columns of a head as two halves, and rope pairs a
+        column of one half with one of the other. The llama architecture of GGUF, and a few others, interleave the
+        halves, so that rope pairs neighbours."""
         heads = {"q_proj": self.heads, "k_proj": self.kv_heads}.get(name)  # no file interleaves a fused projection
         if file not in self.interleaved or heads is None:
             return None
@@ -206,10 +206,10 @@ class Sinks(NamedTuple):
 
 
 class AttentionSaved(NamedTuple):
-    qkv: torch.Tensor  # [T, (N + 2K) H + gate], rotated; with a gate in q or keys as values as the product is
-    raw: torch.Tensor  # [T, N + K (+ K), H], what the norms read, or empty; where qkv is the product, what is finished
-    mixed: torch.Tensor  # [T, N H + adapter_columns], attention's output; with a gate [T, N H], before it
-    stats: torch.Tensor  # of the softmax
+    qkv: torch.Tensor  # [T, (N + 2K) H + gate], rotated; the unchanged product with a gate in q or v_from_k
+    raw: torch.Tensor  # [T, N + K (+ K), H]: the norms' input, or empty; if qkv is unchanged, the finished q, k (and v)
+    mixed: torch.Tensor  # [T, N H + adapter_columns], attention's output; with a gate: [T, N H], before the gate
+    stats: torch.Tensor  # of the softmax, for attention's backward
     h_qkv: torch.Tensor | None
     h_o: torch.Tensor | None
 
@@ -223,7 +223,7 @@ class Attention(Mixer[AttentionSaved]):
     bias: Bias | None
     out_bias: Bias | None
     norms: tuple[NormWeight, ...]  # of q, k and perhaps v; or none
-    rope_index: int  # of the rotary tables
+    rope_index: int  # into PassContext.tables
     sinks: Sinks
     own: OwnBackend | None = None  # in place of the pass's backend
 
@@ -242,7 +242,7 @@ class Attention(Mixer[AttentionSaved]):
 
     @property
     def product_heads(self) -> tuple[int, int, int]:
-        """N, K, H of the product: a layer that uses another's keys has none of its own."""
+        """N, K, H of the qkv product; K is 0 in a layer that uses another layer's keys."""
         return self.heads if self.spec.keys_from is None else (self.heads[0], 0, self.heads[2])
 
     @property
@@ -258,7 +258,8 @@ class Attention(Mixer[AttentionSaved]):
 
     @property
     def row_strides(self) -> tuple[int, int, int]:
-        """Of qkv, of attention's output and of qkv's gradient. A gate reads the output from a buffer of its own."""
+        """The row strides of qkv, of attention's output and of qkv's gradient. With a gate, attention writes its output
+        to a buffer without adapter columns."""
         columns = self.o.adapter_columns if self.spec.gate == "none" else 0
         heads, key_heads, width = self.heads
         plain = self.spec.keys_from is None and not self.spec.v_from_k
@@ -392,9 +393,9 @@ class Attention(Mixer[AttentionSaved]):
     def _grads_of(
         self, q: torch.Tensor, k: torch.Tensor, grad_qkv: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Where attention's backward writes dq, dk and dv: views of the product's gradient. With gates between them
-        the heads of q are not adjacent, so dq has a buffer of its own then; so have gradients of what the product does
-        not have."""
+        """The tensors to which attention's backward writes dq, dk and dv: views of the product's gradient. With gates
+        between its heads, q is not contiguous, so dq has a buffer of its own; so have dk and dv if the product has no
+        columns for them."""
         dq, dk, dv = rope.parts(grad_qkv[:, : self.columns], self.product_heads, self.gate_in_q)
         if self.gate_in_q:
             dq = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -418,7 +419,7 @@ class Attention(Mixer[AttentionSaved]):
             return {}
         weights = {f"{name}_norm": norm.of(ctx.adapted) for name, norm in zip("qkv", self.norms, strict=False)}
         if self.spec.keys_from is not None:
-            weights["k_norm"] = weights["q_norm"]  # of no keys
+            weights["k_norm"] = weights["q_norm"]  # required beside q_norm, but never used: there are no keys
         return {**weights, "eps": self.spec.norm_eps, "norm_after": self.spec.norm_after_rope}
 
     def _norm_grads(self) -> dict[str, Any]:

@@ -68,9 +68,7 @@ class GatedDeltaSpec(MixerSpec):
     norm_eps: float
     tiled: bool = False  # value head h reads key head h % K, not h // (V / K)
     module: str = "linear_attn"
-    by_key_head: bool = (
-        False  # q, k, v and z are one projection, b and a another, in folders one key head's after the other
-    )
+    by_key_head: bool = False  # q, k, v and z are one projection, b and a another; folders order their rows by key head
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
@@ -116,13 +114,13 @@ class GatedDeltaSpec(MixerSpec):
         }
 
     def start_of(self, name: str, generator: torch.Generator) -> torch.Tensor | None:
-        """As transformers starts them: decay rates between 0.01 and 16, time steps of one."""
+        """The initial values of transformers: decay rates between 0.01 and 16, time steps of one."""
         if name == DECAY:
             return torch.empty(self.heads.value_heads).uniform_(0.01, 16.0, generator=generator).log()
         return torch.ones(self.heads.value_heads) if name == DT_BIAS else None
 
     def order_in(self, file: str, name: str) -> FileOrder | None:
-        """Folders have the value heads of one key head side by side, GGUFs one of every key head in turn."""
+        """Folders store the value heads of a key head side by side, GGUFs one value head of every key head in turn."""
         if self.by_key_head:
             return self._by_key_head(file, name)
         heads = self.heads
@@ -134,7 +132,7 @@ class GatedDeltaSpec(MixerSpec):
         shape = (heads.key_heads, -1) if file == "gguf" else (-1, heads.key_heads)
         order = torch.arange(heads.value_heads * widths[name]).view(heads.value_heads, -1)
         order = order.unflatten(0, shape).transpose(0, 1).reshape(-1)
-        if name in ("in_proj_qkv", "conv1d"):  # the rows of q and k stay
+        if name in ("in_proj_qkv", "conv1d"):  # the rows of q and k keep their order
             order = torch.cat((torch.arange(2 * heads.keys), order + 2 * heads.keys))
         return FileOrder(1 if name == "out_proj" else 0, order)
 
@@ -297,8 +295,8 @@ class GatedDelta(Mixer[GatedDeltaSaved]):
     def _rule_inputs(
         self, inputs: DeltaInputs, ctx: PassContext, kept: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and v behind the convolution [T, C], decay and beta [T, V] fp32. `kept`: the columns that
-        generation keeps of this layer."""
+        """q, k and v after the convolution [T, C], decay and beta [T, V] fp32. `kept`: the columns that
+        generation keeps for this layer."""
         qkv = torch.empty(inputs.qkv.shape, dtype=inputs.qkv.dtype, device=inputs.qkv.device)
         if kept is not None:
             self._convolve(inputs.qkv, qkv, kept, ctx)
@@ -309,7 +307,7 @@ class GatedDelta(Mixer[GatedDeltaSaved]):
         return qkv, decay, beta
 
     def _convolve(self, read: torch.Tensor, qkv: torch.Tensor, kept: torch.Tensor, ctx: PassContext) -> None:
-        """The convolution over new tokens of generation and the columns before them, which it replaces."""
+        """Convolves new tokens of generation with the columns `kept` before them, and updates these."""
         past = ctx.sequences.past
         assert past is not None
         if ctx.sequences.documents is None:
@@ -327,7 +325,7 @@ class GatedDelta(Mixer[GatedDeltaSaved]):
         qkv.copy_(out.index_select(0, columns.tokens))
 
     def _inputs(self, product: torch.Tensor) -> DeltaInputs:
-        """Of the product, or of its gradient."""
+        """The columns of the product, or of its gradient."""
         heads = self.spec.heads
         sizes = [heads.convolved, heads.values, heads.value_heads, heads.value_heads]
         return DeltaInputs(*product[:, : self.into.width_out].split(sizes, 1))

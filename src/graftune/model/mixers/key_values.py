@@ -1,5 +1,5 @@
-"""Keys and values outside their layer: those of the past that generation keeps, in the rows of a pool whose pages the
-sequences have (kernels/paged_attention), and those that later layers of a pass share.
+"""Keys and values that are used outside their layer's forward: those of the past, which generation keeps in the pages
+of a pool (kernels/paged_attention), and those that later layers of the same pass share.
 
 Legend: T tokens, R rows, K key heads, H head width.
 """
@@ -39,8 +39,8 @@ class SharedKeys(NamedTuple):
 
 
 def add_grads(ctx: PassContext, layer: int, key_heads: int, grads: tuple[torch.Tensor, ...]) -> None:
-    """Add the gradients (dq, dk, dv) of a layer that uses the keys and values of `layer`: their sum is in fp32, because
-    twenty layers may share one."""
+    """Add dk and dv of a layer that uses the keys and values of `layer` to their sums, which are fp32 because twenty
+    layers may share one. `grads`: (dq, dk, dv)."""
     found = [added_up(grad, key_heads) for grad in grads[1:]]
     sums = ctx.shared_grads.get(layer)
     if sums is None:
@@ -51,7 +51,7 @@ def add_grads(ctx: PassContext, layer: int, key_heads: int, grads: tuple[torch.T
 
 
 def take_grads(ctx: PassContext, layer: int, key_heads: int, grads: tuple[torch.Tensor, ...]) -> None:
-    """Add the sums to the gradients of the layer's own attention, which may be one for each query head."""
+    """Add the sums of `add_grads` to dk and dv of the layer's own attention, which may have one per query head."""
     for grad, total in zip(grads[1:], ctx.shared_grads.pop(layer), strict=True):
         place = grad if grad.shape[1] == key_heads else grad.unflatten(1, (key_heads, -1))[:, :, 0]
         place.add_(total)

@@ -33,8 +33,8 @@ def stored_format(source: RowSource) -> WeightFormat | None:
 
 
 def checkpoint_format(tensors: Mapping[str, RowSource]) -> WeightFormat | None:
-    """The format that a checkpoint was quantised in, if it was. MXFP4 is one also in a GGUF: models were trained
-    in it, and dequantising gains nothing."""
+    """The format that a checkpoint was quantised in, if it was. MXFP4 counts in a GGUF too: models were trained in it,
+    and dequantising gains nothing."""
     kept = (t for t in tensors.values() if isinstance(t, CheckpointWeight) or t.dtype_name == MXFP4)
     found = next(kept, None)
     return None if found is None else stored_format(found)
@@ -58,7 +58,7 @@ def check_quantisation(quantisation: Any, where: str) -> None:
 
 
 def assembled(tensors: Mapping[str, RowSource], folder: Path) -> dict[str, RowSource]:
-    """A folder's tensors, with those put together that make up one quantised weight. All others must be floats."""
+    """A folder's tensors, where the parts of a quantised weight become one tensor. All others must be floats."""
     found: dict[str, RowSource] = {}
     rest = dict(tensors)
     for form in FORMATS.values():

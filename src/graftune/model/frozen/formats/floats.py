@@ -18,7 +18,7 @@ from graftune.runtime import DTYPES
 
 
 class FloatRows(TensorRows):
-    """Floats of another dtype than the products'."""
+    """Floats in another dtype than the compute dtype: each product casts them."""
 
     @property
     def dtype_name(self) -> str:

@@ -1,4 +1,4 @@
-"""FP8: e4m3 codes with a scale for each row, multiplied as such on GPUs that have units for it.
+"""FP8: e4m3 codes with a scale for each row, multiplied without dequantising on GPUs that have units for it.
 
 Weights are quantised while they are read. The codes of a checkpoint with one scale a row, or one for all, are taken as
 they are; with scales of blocks, the values are rounded again to row scales. A checkpoint stores a weight in two:
@@ -113,7 +113,7 @@ def _put_together(name: str, codes: RowSource, stored: RowSource, block: tuple[i
 
 
 def _block(folder: Path) -> tuple[int, int]:
-    """How many rows and columns share a scale, where blocks do: both methods' configurations say it."""
+    """The rows and columns of a block that shares a scale, from the configuration of either method."""
     quantisation = _keys(read_object(folder / "config.json").get("quantization_config"))
     groups = _keys(quantisation.get("config_groups"))
     places = [quantisation.get("weight_block_size")]
@@ -136,8 +136,8 @@ def _refused(what: str, folder: Path) -> GraftuneError:
 
 
 class Fp8Format(WeightFormat):
-    """A checkpoint's codes stay codes only where base_dtype is fp8: the setting `keep` reads them as floats, so that no
-    tensor is claimed."""
+    """A checkpoint's codes stay codes only where base_dtype is fp8. The setting `keep` reads them as floats, so the
+    format claims no tensor."""
 
     name = "fp8"
     quantises = True

@@ -52,8 +52,8 @@ class GgufRows(RowsByReading):
 
 
 class GgufFormat(WeightFormat):
-    """All block types of GGUF, but for its floats. The setting `keep` leaves them as they are; no setting asks for them
-    by name."""
+    """All block types of GGUF except its floats and MXFP4. The setting `keep` leaves them unchanged; no setting selects
+    them by name."""
 
     name = "gguf"
     by_name = False
@@ -68,8 +68,8 @@ class GgufFormat(WeightFormat):
         return self.pack_all([source], device)[0]
 
     def pack_all(self, sources: Sequence[RowSource], device: torch.device) -> list[GgufRows]:
-        """Copied from the map straight to the device. Sources of one kind are one member, which takes one launch to
-        dequantise: experts are many."""
+        """Copies the sources straight from the mapped file to the device. Neighbouring sources of one kind become one
+        member, which one launch dequantises: experts are many."""
         found: list[GgufRows] = []
         for kind, group in groupby(sources, lambda source: source.dtype_name):
             members = list(group)

@@ -39,7 +39,7 @@ def to_gguf(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def to_folder(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reverse."""
+    """The reverse of `to_gguf`."""
     blocks = blocks.unflatten(1, (-1, 1 + BYTES))
     low, high = blocks[..., 1::2], blocks[..., 2::2]
     codes = torch.cat(((low & 15) | (high << 4), (low >> 4) | (high & 240)), -1)
@@ -64,7 +64,7 @@ class Mxfp4Tensor(RowsByReading):
         return self.codes.nbytes + self.scales.nbytes
 
     def raw(self, start: int, stop: int) -> torch.Tensor:
-        """GGUF's blocks of the experts' rows one after the other, [rows, bytes of a row]."""
+        """The GGUF blocks of experts `start` to `stop`, their rows one after the other: [rows, bytes of a row]."""
         codes, scales = self.codes.read(start, stop), self.scales.read(start, stop)
         return to_gguf(codes.flatten(0, 1), scales.flatten(0, 1))
 
@@ -76,7 +76,7 @@ class Mxfp4Tensor(RowsByReading):
 
 
 class Mxfp4Format(GgufFormat):
-    """The setting `keep` leaves the experts in it; so does `auto`."""
+    """The settings `keep` and `auto` leave the experts in this format."""
 
     name = "mxfp4"
 

@@ -29,7 +29,7 @@ from graftune.model.frozen.interface import CheckpointWeight, RowsByReading, Row
 from graftune.model.frozen.mapped import few_read, pieces, read_to
 from graftune.model.frozen.weight_format import WeightFormat
 
-MANY = 3  # members of a projection that is no mixture's: q, k and v
+MANY = 3  # the most members of a projection outside mixtures: q, k and v
 PARTS = (".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
 
 
@@ -42,7 +42,7 @@ class Nf4Rows(RowsByReading):
 
     @staticmethod
     def quantised(source: RowSource, device: torch.device) -> Nf4Rows:
-        """Beside the result a few rows exist at a time, in the file's dtype; they are quantised on the device."""
+        """Quantises a source on the device. Beside the result only a few rows exist at a time, in the file's dtype."""
         rows, width = source.shape
         dtype = source.read(0, 1).dtype
         parts = (read_to(source, start, stop, device) for start, stop in pieces(rows, width))
@@ -129,10 +129,10 @@ class Nf4Format(WeightFormat):
         return source.load(device) if isinstance(source, Nf4Tensor) else Nf4Rows.quantised(source, device)
 
     def pack_all(self, sources: Sequence[RowSource], device: torch.device) -> list[Nf4Rows]:
-        """Experts, which are many, become one member if they can: it takes one launch to dequantise."""
+        """Joins the many weights of experts into one member if possible: then one launch dequantises them."""
         members: list[Nf4Rows] = []
         for source, is_read in few_read(sources):
-            skipped = not is_read and source.shape == members[0].shape  # it takes as much memory as the first one
+            skipped = not is_read and source.shape == members[0].shape  # takes as much memory as the first member
             members.append(members[0].moved(torch.empty_like) if skipped else self.pack(source, device))
         together = nf4.joined([member.nf4 for member in members]) if len(members) > MANY else None
         return members if together is None else [Nf4Rows(together)]
