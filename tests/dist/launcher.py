@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from graftune.observe.events import evals, read_events, steps
-from tests.support.fork_server import ROOT, Server
+from tests.support.fork_server import Server
 
 
 @dataclass

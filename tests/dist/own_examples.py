@@ -1,4 +1,4 @@
-"""One rank of tests/dist/test_own_examples.py: a loop of one's own over tokenised answers, every rank given all of them.
+"""One rank of tests/dist/test_own_examples.py: a loop of one's own over tokenised answers; each rank gets all of them.
 `main` writes the figures of each step and the weights."""
 
 from __future__ import annotations

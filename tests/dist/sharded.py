@@ -5,20 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
-import pytest
 import torch
 from safetensors.torch import save_file
 
 from graftune.batch import Example
-from graftune.settings.config import Config
-from graftune.settings.sections import LoraConfig
 from graftune.dist.shard import shards_of
 from graftune.dist.world import connect, join
 from graftune.infer.sample import Sampling
@@ -28,9 +23,11 @@ from graftune.model.lora import build_arena, initialise
 from graftune.ranks import from_environment
 from graftune.runtime import resolve
 from graftune.session import Session, open_session, text
+from graftune.settings.config import Config
+from graftune.settings.sections import LoraConfig
 from graftune.step.evaluate import evaluate
 from graftune.step.step import Step
-from graftune.weights import gguf_io, names, safetensors_io
+from graftune.weights import names
 from graftune.weights.base import open_base
 from graftune.weights.load import build_decoder
 from graftune.weights.placement import Placement

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from graftune.batch import Example
-from graftune.settings.sections import LoraConfig
 from graftune.data.loader import Loader
 from graftune.data.pack import capacities, divided, pack
 from graftune.losses import Anchored, CrossEntropy
 from graftune.ranks import Share
+from graftune.settings.sections import LoraConfig
 from graftune.step.evaluate import evaluate
 from graftune.step.step import Step
-from graftune.step.tail import PIECES, CONTROL_FLAGS, Tail, signals
+from graftune.step.tail import CONTROL_FLAGS, PIECES, Tail, signals
 from tests.support import oracle, tiny
 
 

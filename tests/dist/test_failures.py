@@ -1,4 +1,4 @@
-"""What goes wrong with one rank ends all of them, soon, with one sentence and one exit code; and the same command, which
+"""What goes wrong with one rank ends all of them, soon, with one sentence and one exit code; and the same command, that
 a launcher starts anew, goes on from the last checkpoint and ends in the same adapter."""
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_a_signal_before_the_first_step_stops_all(launcher: Launcher, base: Path
     ("who", "said"),
     [
         ({"1": ["absent", 4]}, "step 4 has not finished within 2 s: rank 1 has not begun it"),
-        (dict.fromkeys("01", ["hang", 4]), "step 4 has not finished within 2 s, and every rank has begun it"),
+        ({rank: ["hang", 4] for rank in "01"}, "step 4 has not finished within 2 s, and every rank has begun it"),
     ],
     ids=["one", "all"],
 )

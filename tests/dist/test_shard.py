@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from graftune.session import open_session
-from graftune.weights.base import open_base
-from tests.support import quantised
 from tests.dist import sharded
+from tests.support import quantised
 
 
 @pytest.fixture(scope="module")

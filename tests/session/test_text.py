@@ -35,7 +35,8 @@ def test_stop_tokens_and_control_tokens_are_not_shown() -> None:
     answer = begun()
     encode = answer.tokenizer.encode
     shown = "".join(answer.push(Token(id)) for id in [*encode("yes"), 1, *encode("!"), 2])
-    assert shown == "yes!" and answer.stopped == "stop" and answer.sample(False).text == "yes!"
+    found = answer.sample(False)
+    assert shown == "yes!" and (found.text, found.stopped, found.end) == ("yes!", "stop", Token(2))
 
 
 def test_bytes_that_never_become_a_character_do_not_stall_the_rest() -> None:

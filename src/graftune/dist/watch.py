@@ -38,8 +38,8 @@ SLACK = 3.0  # a step may take so many times as long as the longest before it, w
 LINGER = 3.0  # seconds for all ranks to read a fault before the first one ends, and the launcher ends the rest
 BUG, MISTAKE = 1, 2  # exit codes
 ADVICE = (
-    "its process was killed or its machine cannot be reached: check the kernel log there for an out-of-memory kill, then "
-    "go on with graftune train --resume (torchrun with --max-restarts restarts the run itself)"
+    "its process was killed or its machine cannot be reached: check the kernel log there for an out-of-memory kill, "
+    "then go on with graftune train --resume (torchrun with --max-restarts restarts the run itself)"
 )
 
 
@@ -58,7 +58,7 @@ class Watch:
         self._ending, self._over = threading.Lock(), threading.Event()
         self._beat = max(BEAT, ranks.size / 500)
         self._store: Any = None
-        self._looks = 0  # how often the store has answered
+        self._looks = 0  # the last beat at which the store answered
 
     def start(self) -> None:
         """Start the threads, on a separate connection: the main thread may be blocked on the other one."""
@@ -111,7 +111,7 @@ class Watch:
         mine = json.dumps([code, self.ranks.rank])
         try:
             found = self._store.compare_set("fault", "", mine).decode()
-        except RuntimeError:  # the store is gone: better twice than never
+        except RuntimeError:  # the store is gone: print the fault, even if another rank prints one too
             found = mine
         if found == mine:
             self.say(text)
@@ -125,7 +125,7 @@ class Watch:
         """End the run after a collective failed because a rank is gone; the pulses show which one. Does not return."""
         with suppress(RuntimeError):
             self._store.set("suspect", "1")
-        time.sleep(max(QUIET_SUSPECT, 4 * self._beat) + 6 * self._beat)  # so that the pulses come first
+        time.sleep(max(QUIET_SUSPECT, 4 * self._beat) + 6 * self._beat)  # so that a missing pulse is noticed first
         self.fail(f"rank {self.ranks.rank}: the connection to the other ranks is broken ({first_line(error)})", BUG)
 
     # The threads
@@ -167,7 +167,7 @@ class Watch:
         store, rank = self._store, self.ranks.rank
         self._pulse(count)
         if store.check(["fault"]):
-            self.fail("another rank has ended the run", BUG)  # its own fault counts
+            self.fail("another rank has ended the run", BUG)  # the stored fault counts, not this text
         suspect = store.check(["suspect"])
         for other in range(self.ranks.size) if self.ranks.leads else (0,):
             if other != rank:
@@ -207,8 +207,8 @@ class Watch:
             self.fail(self._hung(allowed), BUG)
 
     def _hung(self, seconds: float) -> str:
-        """Find the step that hangs, and its ranks, from all pulses. A step that one rank has finished is finished: all
-        ranks then wait for the next one."""
+        """Find the step that hangs, and its ranks, from all pulses. If any rank has finished a step, the ranks hang in
+        the next one."""
         store, ranks = self._store, range(self.ranks.size)
         known = {rank: json.loads(store.get(f"pulse/{rank}")) for rank in ranks if store.check([f"pulse/{rank}"])}
         step = 1 + max(self._done, *(done for _, _, done, _ in known.values()))

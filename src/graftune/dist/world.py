@@ -1,9 +1,9 @@
 """The processes of one run, and how they communicate.
 
 There are two groups. `group` carries the tensors of a step, over NCCL where every rank has a CUDA device of its own and
-over gloo elsewhere; `host` carries what the hosts have to agree on, over gloo, as JSON. Pickled objects, which torch
-would send, are never read here. Before that the ranks meet in a key-value store: there a rank that is missing, came
-twice or runs another version can be named, which no collective could do.
+over gloo elsewhere; `host` carries values that the ranks must agree on, over gloo, as JSON. Pickled objects, which
+torch would send, are never read here. Before the groups are made, the ranks meet in a key-value store: it can tell
+which rank is missing, came twice or runs another version, which no collective could do.
 
 Importing torch has imported torch.distributed already; a run of one process makes no group and opens no socket.
 """
@@ -40,7 +40,7 @@ class World:
 
     def __init__(self, ranks: Ranks, store: dist.Store, host: dist.ProcessGroup, attempt: int):
         self.ranks, self.store, self.host = ranks, store, host
-        self.attempt = attempt  # which start of the ranks this is, if a launcher has started them again
+        self.attempt = attempt  # the number of this start of the ranks, above 1 if a launcher has restarted them
         self.rank, self.size, self.local_rank = ranks.rank, ranks.size, ranks.local_rank
         self.leads = ranks.leads  # it prints and writes the files
         self.share = Share(ranks.rank, ranks.size)
@@ -49,7 +49,7 @@ class World:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """For the tensors of a step."""
+        """The process group for the tensors of a step."""
         assert self._group is not None, "attach a device first"
         return self._group
 
@@ -123,7 +123,7 @@ class World:
 
     def in_turn(self, work: Callable[[], Made]) -> Made:
         """Do `work` on rank 0 first, then on the first rank of every other machine, then on the rest: later ranks find
-        what one of them leaves in a cache, and no two of a machine make it at once."""
+        its result in a cache, and no two ranks of a machine compute it at once."""
         mine = 0 if self.leads else 1 if not self.local_rank else 2
         made: list[Made] = []
         for turn in range(1 + max(self.gather(mine))):
@@ -155,7 +155,7 @@ def join(ranks: Ranks, store: dist.Store, attempt: int) -> World:
 
 
 def connect(ranks: Ranks) -> tuple[dist.Store, int]:
-    """The launcher's store, under the number of this start: a restart finds no keys of the last one."""
+    """The launcher's store, with the number of this start as a prefix, so that a restart finds no old keys."""
     try:
         store = dist.TCPStore(
             ranks.host,

@@ -76,7 +76,7 @@ class Draft:
 
     def sample(self, logprobs: bool) -> Sample:
         if not logprobs:
-            return Sample(self.text, self.tokens, None, self.stopped)
+            return Sample(self.text, self.tokens, None, self.stopped, end=self.end)
         model, sampler = [one.logprob for one in self.drawn], [one.sampling_logprob for one in self.drawn]
         return Sample(self.text, self.tokens, model, self.stopped, sampler, self.end)
 

@@ -213,11 +213,13 @@ class Floor:
         self.packed: dict[tuple[int, str], torch.Tensor] = {}
         packed = {key: size for key, size in each.items() if work.packed(size)}
         if packed:
-            # Copying one to the scratch moves as many bytes as dequantising: codes read and 2 bytes a value written.
+            wide = work.dtype.itemsize
+            # Copying one to the scratch moves as many bytes as dequantising: codes read, values written.
             self.scratch = self._random(max(size.values for size in packed.values()), scale=0.02)
             self.packed = {
                 key: self._random(
-                    math.ceil((work.packed(size) + 2) / 4 * work.layers[key[0]].used_values(size)), scale=0.02
+                    math.ceil((work.packed(size) + wide) / (2 * wide) * work.layers[key[0]].used_values(size)),
+                    scale=0.02,
                 )
                 for key, size in packed.items()
             }
@@ -235,7 +237,8 @@ class Floor:
             for heads in kinds
         }
         if self.packed:
-            first = [self.packed[0, name] for name, _ in work.layers[0].products if (0, name) in self.packed]
+            layer = min(self.packed)[0]  # the first that has one: in a mixture the first layer may have none
+            first = [values for (index, _), values in self.packed.items() if index == layer]
             self.unpack = fastest_copy(first, self.scratch, self.device, self.say)
 
     def _make_buffers(self) -> None:
