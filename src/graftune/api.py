@@ -112,7 +112,7 @@ def open(
     console.note(f"frozen weights: {parts.placement.describe()}")
     if given.get("lr", "auto") == "auto":
         own = LOSSES[session.config.train.loss].lr
-        console.note(auto.said(Config(), session.config, session.base.spec.parameters, own))
+        console.note(auto.explanation(Config(), session.config, session.base.spec.parameters, own))
     if note := session.tokenizer.refused_template:
         console.note(note)
     return session

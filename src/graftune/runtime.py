@@ -71,18 +71,20 @@ def set_up(device: torch.device) -> list[str]:
     global _segments_grow
     if device.type != "cuda":
         return []
-    said = []
+    changes = []
     # torch reads this once, at the first product of the process; without it there is no deterministic mode later on.
     if "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = WORKSPACE
-        said.append(f"CUBLAS_WORKSPACE_CONFIG is set to {WORKSPACE} for this process: deterministic products need it")
+        changes.append(
+            f"CUBLAS_WORKSPACE_CONFIG is set to {WORKSPACE} for this process: deterministic products need it"
+        )
     if torch.get_float32_matmul_precision() != "highest":
         torch.set_float32_matmul_precision("highest")
-        said.append("fp32 products of this process are exact now, without tf32")
+        changes.append("fp32 products of this process are exact now, without tf32")
     if not _segments_grow and _set_allocator():
         _segments_grow = True
-        said.append("CUDA memory of this process is taken in segments that grow (expandable_segments)")
-    return said
+        changes.append("CUDA memory of this process is taken in segments that grow (expandable_segments)")
+    return changes
 
 
 def _best_compute(device: torch.device, bf16: bool) -> tuple[torch.dtype, str]:

@@ -198,7 +198,7 @@ def test_repeats_stay_on_one_side(tmp_path: Path, seed: int) -> None:
     tokens = [{tuple(e.tokens) for e in side.examples} for side in (train, val)]
     assert not tokens[0] & tokens[1] and len(train) and len(val)
     assert len({e.row for e in val.examples}) <= round(44 * 0.25)
-    assert data.summary.duplicates == 28 + 3 and "31 of 48 examples repeat earlier ones" in data.summary.says()[0]
+    assert data.summary.duplicates == 28 + 3 and "31 of 48 examples repeat earlier ones" in data.summary.sentences()[0]
     train, val = split(load(tmp_path, *rows[:1] * 5), 0.2, seed)
     assert (len(train), len(val)) == (4, 1) and train.shared_with(val) == 1, "where all are the same, it is said"
 
@@ -208,7 +208,7 @@ def test_without_repeats_the_split_is_what_it_always_was() -> None:
     train, val = split(dataset(list(range(1, 41))), 0.2, 42)
     order = np.random.default_rng([42, 0x5917]).permutation(40)
     assert [e.row for e in val.examples] == sorted(int(i) + 1 for i in order[:8])
-    assert train.summary.duplicates == 0 and not train.summary.says()
+    assert train.summary.duplicates == 0 and not train.summary.sentences()
     assert split(dataset(list(range(1, 41))), 0.2, 43)[1].prompts != val.prompts, "another seed, other rows"
 
 

@@ -16,8 +16,9 @@ import torch
 
 from graftune.api import train
 from graftune.observe.events import read_events
-from tests.dist.launcher import ROOT, free_port
+from tests.dist.launcher import free_port
 from tests.gpu.test_run import QUIET, figures, settings
+from tests.support.fork_server import ROOT
 from tests.training.runs import adapter_bytes
 
 pytestmark = pytest.mark.gpu

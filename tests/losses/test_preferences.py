@@ -162,7 +162,7 @@ def test_a_setting_that_is_not_used_is_refused(settings: dict[str, Any], why: st
 def test_preferences_have_a_learning_rate_of_their_own() -> None:
     asked = Config.of({"loss": "dpo"})
     found = auto.with_lr(asked, 10**9, LOSSES["dpo"].lr)
-    assert found.optim.lr == 1e-5 and auto.said(asked, found, 10**9, 1e-5) == "auto: lr 1e-05 for the loss dpo"
+    assert found.optim.lr == 1e-5 and auto.explanation(asked, found, 10**9, 1e-5) == "auto: lr 1e-05 for the loss dpo"
 
 
 def llamafactory_orpo(chosen: torch.Tensor, rejected: torch.Tensor, beta: float) -> torch.Tensor:

@@ -20,7 +20,8 @@ import pytest
 
 from graftune.observe.events import read_events
 from tests.dist import cases
-from tests.dist.launcher import ROOT, Launcher, free_port, losses, trained, wait_for
+from tests.dist.launcher import Launcher, free_port, losses, trained, wait_for
+from tests.support.fork_server import ROOT
 
 STEPS = 50
 

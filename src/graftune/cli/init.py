@@ -161,9 +161,9 @@ def _reasons(facts: dict[str, Any], summary: Any, job: Any, plan: Any) -> dict[s
             "targets": "every projection of every layer; qv is smaller and learns less",
         },
         "the run": {
-            "lr": auto.said(chosen.replace(lr="auto"), chosen, facts["parameters"]),
+            "lr": auto.explanation(chosen.replace(lr="auto"), chosen, facts["parameters"]),
             "epochs": f"passes over the data; {few}",
-            "tokens_per_step": auto.said(chosen.replace(tokens_per_step="auto"), chosen, facts["parameters"]),
+            "tokens_per_step": auto.explanation(chosen.replace(tokens_per_step="auto"), chosen, facts["parameters"]),
             "tokens_per_micro_batch": micro,
             "recompute": recompute,
             "patience": "evaluations without improvement before the run stops; the best checkpoint is kept",

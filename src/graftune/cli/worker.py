@@ -75,11 +75,11 @@ def serve(opener: Callable[[], Answer], requests: Requests, out: IO[str]) -> Non
                     break
                 say(document)
         except Exception as error:
-            said = sentence(error)
-            if said is None:  # a bug of ours: print its traceback
+            message = sentence(error)
+            if message is None:  # a bug of ours: print its traceback
                 traceback.print_exception(error, file=sys.stderr)
-                said = f"this failed inside graftune ({type(error).__name__}); see the messages of graftune watch"
-            say({"error": said})
+                message = f"this failed inside graftune ({type(error).__name__}); see the messages of graftune watch"
+            say({"error": message})
         say({"end": True})
 
 

@@ -22,34 +22,34 @@ NOT_RENDERED = {
 def not_rendered(messages: list[Message], whole: str, answers: dict[int, str], reasoning: Reasoning) -> Iterator[str]:
     """Notes about parts of the conversation that are missing from its text, one per kind. `answers`: the texts of the
     trained turns."""
-    said = set[str]()
+    found = set[str]()
     for i, message in enumerate(messages):
         text = answers.get(i, whole)
         if len(message) == 2 and (message["content"] or "") in text:
             continue  # it has only a role and a content, which is in the text as it was written
-        for kind in _lost(message, text, said, reasoning):
-            if kind not in said:
-                said.add(kind)
+        for kind in _lost(message, text, found, reasoning):
+            if kind not in found:
+                found.add(kind)
                 yield NOT_RENDERED[kind]
 
 
-def _lost(message: Message, text: str, said: set[str], reasoning: Reasoning) -> Iterator[str]:
-    """The kinds of a message's parts that are missing from `text`. Some kinds that were noted already (`said`) are not
+def _lost(message: Message, text: str, found: set[str], reasoning: Reasoning) -> Iterator[str]:
+    """The kinds of a message's parts that are missing from `text`. Some kinds that were noted already (`found`) are not
     searched for: a search that finds nothing reads all of the text."""
     content = message["content"]
     kind = message["role"] if message["role"] in NOT_RENDERED else "tool"
     close = reasoning.close.strip()
-    if content and (kind not in said or ("reasoning" not in said and close in content)):
+    if content and (kind not in found or ("reasoning" not in found and close in content)):
         why, rest = _without_reasoning(content, reasoning) if kind == "assistant" else ("", content)
         if rest.strip() not in text:
             yield kind
         elif why not in text:
             yield "reasoning"
-    if "reasoning" not in said:
+    if "reasoning" not in found:
         for key in REASONING_KEYS:
             if isinstance(message.get(key), str) and message[key].strip() not in text:
                 yield "reasoning"
-    if "calls" not in said:
+    if "calls" not in found:
         for call in message.get("tool_calls") or ():
             function = call["function"]
             parts = _leaves([function["name"], function["arguments"]])

@@ -115,7 +115,7 @@ def summary_table(summary: Summary, kind: str = "answers") -> Table:
             table.add_row(name, Text(f"{count}: {reason}"))
     for warning in summary.warnings():
         table.add_row("warning", Text(warning))
-    for note in summary.says():
+    for note in summary.sentences():
         table.add_row("note", Text(note))
     for note, count in summary.notes.items():
         table.add_row("note", Text(f"{note} ({counted(count, 'row')})" if count else note))

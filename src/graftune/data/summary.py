@@ -84,7 +84,7 @@ class Summary:
             f"{'were' if shortened > 1 else 'was'} shortened or dropped; max_seq_len {self.needed} keeps all"
         ]
 
-    def says(self) -> list[str]:
+    def sentences(self) -> list[str]:
         """Facts that a user should know and that are not errors."""
         if not self.duplicates:
             return []

@@ -27,7 +27,7 @@ from graftune.weights import experts
 from graftune.weights.adapter_fit import TABLES as MODULES
 from graftune.weights.adapter_fit import Adapter, check_fits
 from graftune.weights.base import Base, with_new_tokens
-from graftune.weights.rows import Joined, Over, Reordered, RowRange
+from graftune.weights.rows import DerivedRows, Joined, Reordered, RowRange
 from graftune.weights.safetensors_io import CarriedTensor
 from graftune.weights.streamed import OutputTensor
 
@@ -51,7 +51,7 @@ class LowRankChange(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Changed(Over):
+class Changed(DerivedRows):
     """A weight with the adapters' changes added."""
 
     products: tuple[LowRankChange, ...]

@@ -19,7 +19,7 @@ from graftune.arithmetic import ceil_div
 from graftune.kernels import attention, launch, rehearsal
 from graftune.kernels.paged_attention import PAGE, PagedKeys
 from graftune.kernels.short_conv import Columns
-from graftune.model.context import Copy
+from graftune.model.context import RowCopy
 from graftune.model.spec import ModelSpec
 
 CACHE = "cache of generation"  # the plan's owner
@@ -190,7 +190,7 @@ class Cache:
             if layer is not None:
                 layer.clear_(at)
 
-    def _pair(self, pairs: Sequence[tuple[int, int]], rows: int) -> Copy:
+    def _pair(self, pairs: Sequence[tuple[int, int]], rows: int) -> RowCopy:
         flat = [one[side] * rows + row for side in (0, 1) for one in pairs for row in range(rows)]
         source, target = launch.uploaded(flat, self.device).view(2, -1)
         return source, target

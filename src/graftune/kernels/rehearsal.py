@@ -66,7 +66,7 @@ class Rehearsal:
     def owned(self, owner: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def give(self, owner: str, tensors: Sequence[torch.Tensor]) -> None: ...
+    def assign(self, owner: str, tensors: Sequence[torch.Tensor]) -> None: ...
 
     def uncounted(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -119,10 +119,10 @@ def workspace(size: int, device: torch.device) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=device)
 
 
-def give(owner: str, *held: Any) -> None:
+def assign(owner: str, *held: Any) -> None:
     """Names another owner for `held`: tensors, or sequences of them at any depth; anything else is ignored."""
     if _state.current is not None:
-        _state.current.give(owner, list(_tensors(held)))
+        _state.current.assign(owner, list(_tensors(held)))
 
 
 def _tensors(held: Any) -> Iterator[torch.Tensor]:
@@ -152,7 +152,7 @@ def few_runs(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return [(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def kept() -> dict[Any, Any]:
+def device_cache() -> dict[Any, Any]:
     """Makes a cache for objects on devices, which is emptied when a rehearsal begins and restored when it ends."""
     cache: dict[Any, Any] = {}
     _state.caches.append(cache)
@@ -163,7 +163,7 @@ def cached(make: Callable[P, T]) -> Callable[P, T]:
     """`functools.cache` for tables on a device. A function without arguments makes a constant on the host, which is
     kept through rehearsals and not counted."""
     constant = not inspect.signature(make).parameters
-    made: dict[Any, T] = {} if constant else kept()
+    made: dict[Any, T] = {} if constant else device_cache()
 
     @functools.wraps(make)
     def of(*args: P.args, **named: P.kwargs) -> T:

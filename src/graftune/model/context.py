@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from graftune.model.layer_inputs import LayerInputs
 
 
-Copy = tuple[torch.Tensor, torch.Tensor]  # (source, target): index tensors of equal length
+RowCopy = tuple[torch.Tensor, torch.Tensor]  # (source, target): index tensors of equal length
 
 
 class LayerCache:
@@ -30,7 +30,7 @@ class LayerCache:
     def __init__(self, *states: torch.Tensor):
         self.states = states
 
-    def copy_(self, slots: Copy, rows: Mapping[int, Copy]) -> None:
+    def copy_(self, slots: RowCopy, rows: Mapping[int, RowCopy]) -> None:
         """Copy the states of slots, and rows of keys and values, given by the layer's window (0: none)."""
         for held in self.states:
             held.index_copy_(0, slots[1], held.index_select(0, slots[0]))

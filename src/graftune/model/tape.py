@@ -40,7 +40,7 @@ class Tape(Protocol):
 
 def _reported(held: T) -> T:
     """Tells the memory plan that these are saved activations."""
-    rehearsal.give(SAVED, held)
+    rehearsal.assign(SAVED, held)
     return held
 
 

@@ -113,19 +113,19 @@ def transfer_note(base: Base, placement: Placement, compute: torch.dtype, tokens
         return ""
     about = base, placement.base_dtype, compute
     moved = held_bytes(*about) - table_bytes(*about)  # a tied table stays; of two, a pass fetches one
-    whence = "host memory" if placement.on_host else f"{placement.ranks} ranks"
+    place = "host memory" if placement.on_host else f"{placement.ranks} ranks"
     passes = "in a forward pass, in a backward pass and for every token of an answer"
-    said = f"frozen weights come from {whence}, {human_bytes(moved)} {passes}"
+    sentence = f"frozen weights come from {place}, {human_bytes(moved)} {passes}"
     if card is None or not card.link or not card.rate:
-        return f"{said}; how long that takes here is not known"
+        return f"{sentence}; how long that takes here is not known"
     own = moved / max(1, placement.ranks)
     from_host, from_ranks = own / card.link, (moved - own) / card.peers
     link = max(from_host if placement.on_host else 0.0, from_ranks if placement.ranks else 0.0)  # of the slower one
     spec = base.spec
     layers = sum(count * sum(part.active_values for part in kind.parts) for kind, count in spec.kinds.items())
     computing = 2 * (layers + spec.vocab * spec.width) * tokens / (SUSTAINED * card.rate)
-    said += f": {link:.2g} s over the link, where {tokens} tokens compute for about {computing:.2g} s"
+    sentence += f": {link:.2g} s over the link, where {tokens} tokens compute for about {computing:.2g} s"
     if link <= computing:
-        return f"{said}, so the transfer hides behind the compute"
+        return f"{sentence}, so the transfer hides behind the compute"
     enough = ceil_div(int(tokens * link / computing), 512) * 512
-    return f"{said}, so a step waits for the link; from about {enough} tokens a micro-batch on it would not"
+    return f"{sentence}, so a step waits for the link; from about {enough} tokens a micro-batch on it would not"

@@ -113,7 +113,7 @@ class Tally:
         known = self.known.get(storage_id(tensor.untyped_storage()))
         return None if known is None else known[1]
 
-    def give(self, owner: str, *tensors: torch.Tensor | None) -> None:
+    def assign(self, owner: str, *tensors: torch.Tensor | None) -> None:
         """Change the owner of these tensors; those that were not made while counting are ignored."""
         for tensor in tensors:
             key = -1 if tensor is None else storage_id(tensor.untyped_storage())

@@ -182,8 +182,8 @@ class CountingRehearsal(Rehearsal):
     def kind_of(self, tensor: torch.Tensor) -> str:
         return self.tally.kind_of(tensor) or self.device.kind
 
-    def give(self, owner: str, tensors: Sequence[torch.Tensor]) -> None:
-        self.tally.give(owner, *tensors)
+    def assign(self, owner: str, tensors: Sequence[torch.Tensor]) -> None:
+        self.tally.assign(owner, *tensors)
 
 
 def run_phases(setup: Setup, tally: Tally) -> Bytes:
@@ -252,9 +252,9 @@ def _load(setup: Setup, tally: Tally) -> Parts:
     choice = attention.Choice(setup.backend, "rehearsed", setup.others)
     parts = Parts(config, base, runtime, setup.placement, setup.lora, choice, setup.loss, storage=_storage(setup))
     weights = [projection.frozen for block in parts.decoder.blocks for projection in block.projections]
-    tally.give(SCRATCH, *(held for weight in weights if isinstance(weight, Augmented) for held in weight.shared))
+    tally.assign(SCRATCH, *(held for weight in weights if isinstance(weight, Augmented) for held in weight.shared))
     if isinstance(parts.decoder.bundles, Bundles):
-        tally.give(BUFFERS, *(buffer.flat for buffer in parts.decoder.bundles.buffers.values()))
+        tally.assign(BUFFERS, *(buffer.flat for buffer in parts.decoder.bundles.buffers.values()))
     with tally.owner("adapters"):
         parts.arena.publish()
     return parts

@@ -194,7 +194,7 @@ class BatchFeed:
         if data is not None:
             tokens = int(lengths_of(data.examples).sum())
             parts.config = auto.with_step_tokens(asked, parameters, tokens, len(data))
-            if line := auto.said(asked, parts.config, parameters):
+            if line := auto.explanation(asked, parts.config, parameters):
                 parts.say(line)
         if parts.config.train.recompute != "auto" and parts.config.train.tokens_per_micro_batch:
             return

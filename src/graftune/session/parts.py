@@ -141,8 +141,8 @@ class Parts:
         with rehearsal.owned("adapters"):
             self.arena = build_arena(spec, self.lora, runtime.device, runtime.compute, full=full)
             self.start = Start(self.arena) if self.loss.reference == "start" else None
-        rehearsal.give("gradients", self.arena.grads)
-        rehearsal.give("moments", self.arena.m, self.arena.v)
+        rehearsal.assign("gradients", self.arena.grads)
+        rehearsal.assign("moments", self.arena.m, self.arena.v)
         with rehearsal.owned("base"):
             self.decoder = build_decoder(self.base, self.arena, self.lora, runtime, self.placement, storage)
         choose_for_other_heads(self.decoder, runtime)

@@ -58,7 +58,7 @@ def with_step_tokens(config: Config, parameters: int, tokens: int = 0, examples:
     return config.replace(tokens_per_step=found)
 
 
-def said(asked: Config, found: Config, parameters: int, own: float | None = None) -> str:
+def explanation(asked: Config, found: Config, parameters: int, own: float | None = None) -> str:
     """What was chosen and why, in one line; empty if nothing was. `own`: the loss's own lr, if it has one."""
     chosen = []
     if asked.train.tokens_per_step == "auto" != found.train.tokens_per_step:

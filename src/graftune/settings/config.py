@@ -153,9 +153,9 @@ def _entries(tree: dict[str, Any], where: str) -> Iterator[tuple[str, Any, Any]]
         elif key in sections and (isinstance(value, dict) or (value is None and key not in known)):
             yield from ((key, inner, inner_value) for inner, inner_value in (value or {}).items())
         elif key in sections and key not in known:
-            said = other_tools.answer(key, flags=False) if isinstance(value, str | bool) else None
-            what = "which is a setting of another tool" if said else "and it is a section"
-            fix = said or "indent its keys below it"
+            reply = other_tools.answer(key, flags=False) if isinstance(value, str | bool) else None
+            what = "which is a setting of another tool" if reply else "and it is a section"
+            fix = reply or "indent its keys below it"
             raise GraftuneError(f"{key} is {shown(value)}, {what}", where=where, fix=fix)
         else:
             yield "", key, value

@@ -321,8 +321,8 @@ def near(typed: str, known: list[str], similar: float = SIMILAR) -> str | None:
 def advice(typed: str, known: list[str], flags: bool) -> str:
     """What to do about a name that is not a setting: the answer if another tool has it, else a guess at the setting or
     the other tool's name that was meant; empty if there is none. `known`: our names, as the user writes them."""
-    if said := answer(typed, flags):
-        return said
+    if reply := answer(typed, flags):
+        return reply
     ours, theirs = near(typed, known), near(typed, [*SAME, *ANSWERS], OTHERS_SIMILAR)
     if theirs and not (ours and _similarity(typed, ours) >= _similarity(typed, theirs)):
         return f"did you mean {_shown(theirs, flags)}? {answer(theirs, flags)}"

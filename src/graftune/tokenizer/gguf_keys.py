@@ -97,7 +97,7 @@ class Keys:
 
     def wanted(self, key: str, default: bool, id: int | None) -> bool:
         """Whether the model expects the token `id` around its text: as the file says, else the default."""
-        said = self.read(key, bool, None)
-        if said and id is None:
+        stated = self.read(key, bool, None)
+        if stated and id is None:
             raise self.fault(key, f"the file asks for {key} but names no such token")
-        return id is not None and (default if said is None else said)
+        return id is not None and (default if stated is None else stated)

@@ -49,12 +49,12 @@ class Expected:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        said = [f"{self.steps} steps of up to {self.tokens_per_step} tokens, learning rate {self.lr:g}"]
+        lines = [f"{self.steps} steps of up to {self.tokens_per_step} tokens, learning rate {self.lr:g}"]
         if self.seconds is None:
-            return [*said, f"no time is expected here: {self.how}"]
+            return [*lines, f"no time is expected here: {self.how}"]
         left_out = f"; the {self.answers} answers generated for the metric are not included" if self.answers else ""
         time = f"about {_duration(self.seconds)} ({self.how})"
-        return [*said, f"expected time of steps and evaluations, without generated answers: {time}{left_out}"]
+        return [*lines, f"expected time of steps and evaluations, without generated answers: {time}{left_out}"]
 
 
 def expected(job: Job, plan: Plan) -> Expected | None:

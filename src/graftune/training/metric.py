@@ -201,8 +201,8 @@ def metric_of(
         found = [dataclasses.replace(asked, record=columns.get(asked.row, {})) for asked in found]
     stops = stop_ids(tokenizer, usable_format(tokenizer, config.data))
     left = len(chosen) - len(found)
-    said = f"the metric leaves out {counted(left, 'held-out record')} without a prompt that fits" if left else ""
-    return Metric(config, found, stops), said
+    note = f"the metric leaves out {counted(left, 'held-out record')} without a prompt that fits" if left else ""
+    return Metric(config, found, stops), note
 
 
 def _columns(data: DataValue, keys: set[int], config: Config) -> dict[int, dict[str, Any]]:

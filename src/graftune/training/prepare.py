@@ -180,7 +180,7 @@ def with_auto(config: Config, base: Base, data: RunData | None, console: Console
     own = LOSSES[config.train.loss].lr
     found = auto.with_lr(config, parameters, own)
     found = auto.with_step_tokens(found, parameters, int(lengths_of(examples).sum()), len(examples))
-    if line := auto.said(config, found, parameters, own):
+    if line := auto.explanation(config, found, parameters, own):
         console.note(line)
     return found
 
@@ -321,7 +321,7 @@ def report_refused(console: Console, summary: Summary, prefix: str = "") -> None
             console.warn(f"{prefix}{counted(count, what)} {done}: {reason}")
     for warning in summary.warnings():
         console.warn(f"{prefix}{warning}")
-    for text in summary.says():
+    for text in summary.sentences():
         console.note(f"{prefix}{text}")
     for text, count in summary.notes.items():
         console.note(f"{prefix}{text} ({counted(count, 'row')})" if count else f"{prefix}{text}")

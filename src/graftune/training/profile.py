@@ -124,8 +124,8 @@ def _beside(prepared: Prepared) -> dict[str, float]:
             parts.evaluated(examples)  # untimed: kernels are compiled and plans made for this new shape
         found[f"evaluation of {len(examples)} examples"] = _ms(lambda: parts.evaluated(examples))
     with tempfile.TemporaryDirectory() as folder:
-        save = parts.step.scaler
-        found["checkpoint"] = _ms(lambda: checkpoint.save(Path(folder), parts.arena, Progress(), {}, save))
+        scaler = parts.step.scaler
+        found["checkpoint"] = _ms(lambda: checkpoint.save(Path(folder), parts.arena, Progress(), {}, scaler))
     return found
 
 

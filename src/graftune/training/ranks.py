@@ -213,8 +213,8 @@ def joined(ranks: Ranks, console: Console) -> Iterator[Distributed]:
         text = str(error)
         watch.fail(text if text.startswith("rank ") else name + text, MISTAKE)
     except torch.OutOfMemoryError as error:
-        said = str(error).strip().partition(".")[0]
-        watch.fail(f"{name}out of memory ({said}); make tokens_per_micro_batch smaller or set recompute", MISTAKE)
+        reason = str(error).strip().partition(".")[0]
+        watch.fail(f"{name}out of memory ({reason}); make tokens_per_micro_batch smaller or set recompute", MISTAKE)
     except Exception as error:
         if is_broken(error):
             watch.lost(error)

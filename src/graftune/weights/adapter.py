@@ -213,7 +213,7 @@ def load_adapter(folder: Path) -> Adapter:
         )  # fmt: skip
     values |= {"target_modules": ours["targets"]} if isinstance(ours.get("targets"), list) else {}
     with sensible("its settings make", path, "copy the adapter again"):
-        lora, tensors, partial = _understood(values | {"new_tokens": ours.get("new_tokens")}, tensors, path)
+        lora, tensors, partial = _interpreted(values | {"new_tokens": ours.get("new_tokens")}, tensors, path)
     adapter = Adapter(
         folder,
         lora,
@@ -266,16 +266,16 @@ def _refuse_unknown(values: dict[str, Any], path: Path) -> None:
     targets = values.get("target_modules")
     if not isinstance(targets, str | list | None) or not all(isinstance(target, str) for target in targets or ()):
         raise _uses(f"target modules {targets!r}", path)
-    if unknown := _saved(values) - NORMS - {*TABLES}:
+    if unknown := _modules_to_save(values) - NORMS - {*TABLES}:
         raise _uses(f"modules_to_save {sorted(unknown)}", path)
 
 
-def _saved(values: Mapping[str, Any]) -> set[str]:
+def _modules_to_save(values: Mapping[str, Any]) -> set[str]:
     """The names, without paths, of the modules that were trained whole (modules_to_save)."""
     return {str(module).rpartition(".")[2] for module in values.get("modules_to_save") or []}
 
 
-def _understood(
+def _interpreted(
     values: dict[str, Any], tensors: dict[str, torch.Tensor], path: Path
 ) -> tuple[LoraConfig, dict[str, torch.Tensor], bool]:
     """(settings, tensors by our names, whether modules may be missing)."""
@@ -312,7 +312,7 @@ def _understood(
         dropout=dropout,
         rslora=bool(values.get("use_rslora")),
         targets=ordered_targets(set(targets)),
-        train_norms=bool(_saved(values) & NORMS),
+        train_norms=bool(_modules_to_save(values) & NORMS),
         new_tokens=tuple(added),
     )
     return lora, tensors, partial

@@ -30,7 +30,7 @@ from graftune.model.feed_forward.experts import PARAMETERS, ExpertsSpec
 from graftune.model.frozen import ReadBlocks, RowSource
 from graftune.model.frozen.formats import mxfp4
 from graftune.model.spec import ModelSpec
-from graftune.weights.rows import Converted, OfSeveral, Over, RowsByReading
+from graftune.weights.rows import CombinedRows, Converted, DerivedRows, RowsByReading
 
 if TYPE_CHECKING:
     from graftune.weights.gguf_io import GgufTensor
@@ -41,19 +41,19 @@ _GGUF_BACK = {gguf: (ours,) for ours, gguf in _GGUF.items()} | {"ffn_gate_up_exp
 
 
 @dataclass(frozen=True)
-class ExpertRows(Over):
-    """`count` rows of one expert of a stacked tensor [E, rows, in], or of [E, in, rows] (`turned`): every `step`-th row
-    from `first` on."""
+class ExpertRows(DerivedRows):
+    """`count` rows of one expert of a stacked tensor [E, rows, in], or [E, in, rows] (`transposed`): from `first` on,
+    every `step`-th row."""
 
     expert: int
     first: int
     count: int
     step: int = 1
-    turned: bool = False
+    transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return (self.count, self.source.shape[1 if self.turned else 2])
+        return (self.count, self.source.shape[1 if self.transposed else 2])
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         if self.raw is not None:
@@ -62,16 +62,16 @@ class ExpertRows(Over):
             gguf_dequant.dequantise(blocks, self.dtype_name, out)
             return out
         whole = self.source.read(self.expert, self.expert + 1)[0]
-        return self._mine(whole.t() if self.turned else whole)[start:stop].contiguous()
+        return self._rows_of_projection(whole.t() if self.transposed else whole)[start:stop].contiguous()
 
     @property
     def raw(self) -> ReadBlocks | None:
         return None if self.source.raw is None else self._rows
 
     def _rows(self, start: int, stop: int) -> torch.Tensor:
-        return self._mine(_blocks_of(cast(Any, self.source), self.expert))[start:stop].contiguous()
+        return self._rows_of_projection(_blocks_of(cast(Any, self.source), self.expert))[start:stop].contiguous()
 
-    def _mine(self, rows: torch.Tensor) -> torch.Tensor:
+    def _rows_of_projection(self, rows: torch.Tensor) -> torch.Tensor:
         return rows[self.first : self.first + self.step * self.count : self.step]
 
 
@@ -89,7 +89,7 @@ def _bias_columns(bias: RowSource, first: int, step: int) -> Converted:
 
 
 @dataclass(frozen=True)
-class Stack(OfSeveral):
+class Stack(CombinedRows):
     """Projections of all experts as a tensor [E, out, in]; a row of it is an expert. `parts` lists the sources expert
     by expert: each has `members` of them (gate and up, or down alone), whose rows are concatenated."""
 
@@ -170,7 +170,7 @@ class Mxfp4Bytes(RowsByReading):
     raw = read
 
 
-class InterleavedBias(OfSeveral):
+class InterleavedBias(CombinedRows):
     """The biases [E, out] of several projections as one tensor whose columns alternate between them."""
 
     @property
@@ -201,10 +201,10 @@ def from_folder(tensors: Mapping[str, RowSource], spec: ModelSpec) -> dict[str, 
             if match[4]:
                 found[f"{stem}.{member}.bias"] = _bias_columns(tensor, place, len(members))
                 continue
-            turned = part.interleaved and tensor.dtype_name != mxfp4.KIND
+            transposed = part.interleaved and tensor.dtype_name != mxfp4.KIND
             for expert in range(tensor.shape[0]):
-                rows = tensor.shape[2 if turned else 1] // len(members)
-                layout = (place, rows, len(members), turned) if part.interleaved else (place * rows, rows)
+                rows = tensor.shape[2 if transposed else 1] // len(members)
+                layout = (place, rows, len(members), transposed) if part.interleaved else (place * rows, rows)
                 found[f"{stem}.{expert}.{member}.weight"] = ExpertRows(tensor, expert, *layout)
     return found
 

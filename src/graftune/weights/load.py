@@ -18,7 +18,7 @@ from graftune.model.arena import Arena
 from graftune.model.block import Block, Branch, ParallelBranch
 from graftune.model.bundles import EMBEDDING, HEAD, Bundles, BundleStorage, Key
 from graftune.model.decoder import Decoder
-from graftune.model.feed_forward.expert_projection import ExpertProjection, ExpertWeights, Several, Stacked
+from graftune.model.feed_forward.expert_projection import ExpertProjection, ExpertWeights, PerExpert, Stacked
 from graftune.model.feed_forward.experts import PARAMETERS, ExpertsSpec
 from graftune.model.frozen import Augmented, Frozen, RowSource, Scratch, Trained, fill
 from graftune.model.frozen.builder import WeightBuilder
@@ -90,13 +90,13 @@ class _Placer:
         self.spec, self.device, self.compute = base.spec, runtime.device, runtime.compute
         self.on_gpu = launch.augments(runtime.device)
         self.float_format = cast(FloatFormat, FORMATS[runtime.compute_name])
-        self.asked = placement.format
+        self.wanted = placement.format
         # A checkpoint in the quantised format asked for is loaded as stored, also the tensors it left unquantised.
-        self.as_stored = self.asked is None or self.asked is checkpoint_format(base.tensors)
+        self.as_stored = self.wanted is None or self.wanted is checkpoint_format(base.tensors)
         self.builder = WeightBuilder(
             runtime.device,
             runtime.compute,
-            scratch_values(self.spec, lora, tables=self.asked is None or not self.asked.quantises),
+            scratch_values(self.spec, lora, tables=self.wanted is None or not self.wanted.quantises),
             products=list(_products(self.spec, lora)),
             rank=lora.rank,
             dropout=lora.dropout,
@@ -191,9 +191,9 @@ class _Placer:
         return found
 
     def format_of(self, source: RowSource) -> WeightFormat:
-        if self.as_stored or self.asked is None:
+        if self.as_stored or self.wanted is None:
             return stored_format(source) or self.float_format
-        return self.asked
+        return self.wanted
 
     def projection(
         self, names: Sequence[str], shapes: Sequence[tuple[int, int]], adapter_columns: int
@@ -224,7 +224,7 @@ class _Placer:
             return self.trained([name], self.arena.slots[name].shape[1])
         source = self.base.tensors[name]
         form, as_stored = self.format_of(source), self.as_stored
-        if self.asked is not None and self.asked.quantises:
+        if self.wanted is not None and self.wanted.quantises:
             as_stored = isinstance(source, CheckpointWeight)
             form = (stored_format(source) if as_stored else None) or self.float_format
         if looked_up and self.placement.embedding_on_host:
@@ -239,11 +239,11 @@ class _Placer:
 
     def trained(self, names: Sequence[str], width: int) -> Trained:
         for name in names:
-            self.start(name)
+            self.copy_base_values(name)
         place = self.arena.span(names[0], names[-1])
         return Trained(self.arena.compute[place].view(-1, width), self.arena.grads[place].view(-1, width))
 
-    def start(self, name: str) -> None:
+    def copy_base_values(self, name: str) -> None:
         """Copies the base's values into a weight that trains; without weights, `start_from_scratch` fills it."""
         if not self.base.tensors:
             return
@@ -260,14 +260,14 @@ class _Placer:
         if first not in self.arena.slots:
             return Bias(torch.cat([self.tensor(n, (width,))[0] for n, width in names.items()]).to(self.compute))
         for name in names:
-            self.start(name)
+            self.copy_base_values(name)
         place = self.arena.span(first, last)
         return Bias(self.arena.compute[place], self.arena.grads[place])
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A small tensor in fp32, and its gradient where it trains."""
         if name in self.arena.slots:
-            self.start(name)
+            self.copy_base_values(name)
             return self.arena.view(name, self.arena.weights), self.arena.view(name, self.arena.grads)
         value = self.source(name, shape).values().float().to(self.device)
         self.unchecked.append(value)
@@ -331,7 +331,7 @@ class _PartPlacer:
                 f"experts are not held in {form.name} here", where=placer.base.name, fix="use bf16, nf4 or keep"
             )
         if not placer.on_gpu:
-            return Several([placer.projection(one, shapes, 0)[0] for one in names])
+            return PerExpert([placer.projection(one, shapes, 0)[0] for one in names])
         weight, _ = placer.projection([n for one in names for n in one], shapes * part.experts, 0)
         assert isinstance(weight, Augmented)
         return Stacked(weight, part.experts)

@@ -48,7 +48,7 @@ def _sorted(value: torch.Tensor, order: FileOrder | None) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Over(RowsByReading):
+class DerivedRows(RowsByReading):
     """A row source made of another one. `nbytes` is the other's, in proportion to the number of values."""
 
     source: RowSource
@@ -67,7 +67,7 @@ class Over(RowsByReading):
 
 
 @dataclass(frozen=True)
-class RowRange(Over):
+class RowRange(DerivedRows):
     """`count` rows of another source, from row `first` on."""
 
     count: int
@@ -92,7 +92,7 @@ class RowRange(Over):
 
 
 @dataclass(frozen=True)
-class OfSeveral(RowsByReading):
+class CombinedRows(RowsByReading):
     """A row source made of several others of one type."""
 
     parts: tuple[RowSource, ...]
@@ -106,7 +106,7 @@ class OfSeveral(RowsByReading):
         return sum(part.nbytes for part in self.parts)
 
 
-class Joined(OfSeveral):
+class Joined(CombinedRows):
     """The rows of several sources, one after the other."""
 
     @property
@@ -140,7 +140,7 @@ def divided(source: RowSource, sizes: tuple[int, ...]) -> list[RowSource]:
 
 
 @dataclass(frozen=True)
-class Reordered(Over):
+class Reordered(DerivedRows):
     """Another source with its rows, or columns, in another order."""
 
     order: FileOrder
@@ -167,7 +167,7 @@ class Reordered(Over):
 
 
 @dataclass(frozen=True)
-class Converted(Over):
+class Converted(DerivedRows):
     """A small tensor that a file stores in another form: with other values, or (`to`) in another shape."""
 
     convert: Callable[[torch.Tensor], torch.Tensor]

@@ -68,7 +68,7 @@ class AttentionPlan:
 
 
 _handles: dict[int, Any] = {}
-_plans: dict[tuple[torch.device, CudnnShape], AttentionPlan] = rehearsal.kept()
+_plans: dict[tuple[torch.device, CudnnShape], AttentionPlan] = rehearsal.device_cache()
 
 
 def lacks(device: torch.device, dtype: torch.dtype, width: int) -> str | None:

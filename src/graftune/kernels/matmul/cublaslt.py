@@ -109,9 +109,9 @@ class MatmulPlan(NamedTuple):
     algorithm: _Result
 
 
-_plans: dict[tuple[torch.device, MatmulShape], MatmulPlan] = rehearsal.kept()
+_plans: dict[tuple[torch.device, MatmulShape], MatmulPlan] = rehearsal.device_cache()
 _handles: dict[int, c_void_p] = {}
-_workspaces: dict[tuple[torch.device, int], torch.Tensor] = rehearsal.kept()
+_workspaces: dict[tuple[torch.device, int], torch.Tensor] = rehearsal.device_cache()
 ONE, ZERO = c_float(1.0), c_float(0.0)
 NOTHING = MatmulPlan(
     c_void_p(), (c_void_p(), c_void_p(), c_void_p()), _Result()

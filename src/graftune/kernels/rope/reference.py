@@ -34,9 +34,9 @@ def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     half = cos.shape[-1]
     a, b = x[..., :half].float(), x[..., half : 2 * half].float()
     kept = a * cos
-    turned = torch.mul(a, sin)
+    rotated = torch.mul(a, sin)
     x[..., :half] = kept.addcmul_(b, sin, value=-1)
-    x[..., half : 2 * half] = turned.addcmul_(b, cos)
+    x[..., half : 2 * half] = rotated.addcmul_(b, cos)
     return x
 
 
@@ -139,8 +139,8 @@ def finish_backward(
 
     if q_norm is not None and norm_after:
         through_norms()
-    turned = places[:2] if gated else [grad_qkv.unflatten(1, (-1, width))[:, : queries + keys]]
-    for place in turned:
+    rotated = places[:2] if gated else [grad_qkv.unflatten(1, (-1, width))[:, : queries + keys]]
+    for place in rotated:
         unrotate_(place, cos, sin)
     if q_norm is not None and not norm_after:
         through_norms()

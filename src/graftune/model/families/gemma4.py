@@ -42,7 +42,7 @@ ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
-NOT_TURNED = 1e30  # a divisor that makes a frequency zero
+NOT_ROTATED = 1e30  # a divisor that makes a frequency zero
 LAYER_TABLE = "per_layer_token_embd.weight"
 TOP = {
     layer_inputs.TABLE: LAYER_TABLE.removesuffix(".weight"),
@@ -174,7 +174,7 @@ class Gemma4(Family):
     def gguf_keys(self, spec: ModelSpec, where: str) -> dict[str, Any]:
         local, full = _kinds(spec)
         mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)]
-        found = super().gguf_keys(_alike(spec), where)
+        found = super().gguf_keys(_with_uniform_heads(spec), where)
         stated = self.config(spec, where)
         keys = {ours: theirs for ours, theirs in EXPERT_KEYS.items() if ours in stated}
         return (
@@ -199,15 +199,15 @@ class Gemma4(Family):
     def gguf_tensors(self, spec: ModelSpec) -> dict[str, torch.Tensor]:
         """llama.cpp requires the frequency divisors in the file of every model."""
         full = _kinds(spec)[1].rope
-        turned = inverse_frequencies(full.width, full.theta, full.scaling)[0] > 0
-        return {rope.DIVISORS: torch.where(turned, float(full.scaling.factor), NOT_TURNED)}
+        rotated = inverse_frequencies(full.width, full.theta, full.scaling)[0] > 0
+        return {rope.DIVISORS: torch.where(rotated, float(full.scaling.factor), NOT_ROTATED)}
 
     # Writing
 
     def config(self, spec: ModelSpec, where: str = "") -> dict[str, Any]:
         local, full = _kinds(spec)
         mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)]
-        found = super().config(_alike(spec), where)
+        found = super().config(_with_uniform_heads(spec), where)
         for key in ("rope_scaling", "partial_rotary_factor"):  # rope_parameters states it
             found.pop(key, None)
         if any((m.head_width, m.kv_heads) != _sizes(full if not m.window else local) for m in mixers):
@@ -260,8 +260,8 @@ def _own_values(get: Getter, full: list[bool]) -> list[dict[str, Any]]:
 def _proportional(scaling: Config, where: str) -> dict[str, Any]:
     """The rope parameters of layers without a window, derived from the frequency divisors of a GGUF."""
     divisors = list(scaling.get("divisors") or ())
-    count = sum(divisor < NOT_TURNED / 2 for divisor in divisors)
-    if not count or len(set(divisors[:count])) != 1 or any(d < NOT_TURNED / 2 for d in divisors[count:]):
+    count = sum(divisor < NOT_ROTATED / 2 for divisor in divisors)
+    if not count or len(set(divisors[:count])) != 1 or any(d < NOT_ROTATED / 2 for d in divisors[count:]):
         raise GraftuneError(
             "its rope frequencies are not those of Gemma 4", where=where, fix="this variant is not supported"
         )
@@ -285,7 +285,7 @@ def _sizes(mixer: AttentionSpec) -> tuple[int, int]:
     return mixer.head_width, mixer.kv_heads
 
 
-def _alike(spec: ModelSpec) -> ModelSpec:
+def _with_uniform_heads(spec: ModelSpec) -> ModelSpec:
     """The same model with heads of one size and one MLP, for the keys that a file states once."""
     local, _ = _kinds(spec)
     layers = []

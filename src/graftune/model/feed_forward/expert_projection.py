@@ -19,7 +19,7 @@ from graftune.kernels.experts.reference import add_terms_
 from graftune.model.frozen import Augmented, Frozen
 
 
-class Several:
+class PerExpert:
     """The frozen weights of all experts, one for each; only those with rows are read. For CPUs."""
 
     def __init__(self, weights: Sequence[Frozen]):
@@ -69,7 +69,7 @@ class Stacked:
         return self.frozen.dense(starts.at).unflatten(0, (self.experts, self.out_features))
 
 
-ExpertWeights = Several | Stacked
+ExpertWeights = PerExpert | Stacked
 
 
 @dataclass(frozen=True)

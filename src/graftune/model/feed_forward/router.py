@@ -94,8 +94,8 @@ class Router:
 
     def _choose(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(scores, chosen, weights) of `Routed`."""
-        spec, turned = self.spec, self.weight.t()
-        logits = normed @ turned if self.bias is None else torch.addmm(self.bias, normed, turned)
+        spec, transposed = self.spec, self.weight.t()
+        logits = normed @ transposed if self.bias is None else torch.addmm(self.bias, normed, transposed)
         scores = torch.sigmoid(logits) if spec.score == "sigmoid" else torch.softmax(logits, 1)
         if self.selection_bias is None:
             weights, chosen = scores.topk(self.chosen, 1)

@@ -103,9 +103,9 @@ class Fp8(Augmented):
         self.storage = self.whole[:rows]
         self.scale = torch.ones(out_features, dtype=torch.float32, device=device)
         self.workspace = workspace
-        self.kept: torch.Tensor | None = None  # [in, out + code_columns]: the transposed codes, with `both`
+        self.transposed: torch.Tensor | None = None  # [in, out + code_columns]: the transposed codes, with `both`
         if both:
-            self.kept = fp8.buffer(in_features, out_features + code_columns, device, zero=True)
+            self.transposed = fp8.buffer(in_features, out_features + code_columns, device, zero=True)
         self.adapter_codes: AdapterCodes | None = None
         self.name = "product"  # of the projection, in a profile
 
@@ -153,8 +153,8 @@ class Fp8(Augmented):
         """Call this when all rows are filled."""
         if not bool(self.scale.isfinite().all()):
             raise GraftuneError("a weight holds NaN or infinity", fix="download the model again")
-        if self.kept is not None:
-            fp8.transpose(self.weight, self.kept[:, : self.out_features])
+        if self.transposed is not None:
+            fp8.transpose(self.weight, self.transposed[:, : self.out_features])
 
     @property
     def shared(self) -> tuple[torch.Tensor, ...]:
@@ -162,12 +162,12 @@ class Fp8(Augmented):
 
     @property
     def nbytes(self) -> int:
-        codes = [self.whole] if self.kept is None else [self.whole, self.kept]
+        codes = [self.whole] if self.transposed is None else [self.whole, self.transposed]
         return sum(len(c) * c.stride(0) for c in codes) + self.scale.nbytes
 
     def place_adapters(self, adapters: Adapters) -> list[Copy]:
         """Copies nothing: `Workspace.publish` quantises the adapters."""
-        below = self.below if self.kept is None else self.kept[:, self.out_features :].t()
+        below = self.below if self.transposed is None else self.transposed[:, self.out_features :].t()
         figures = torch.zeros(4, dtype=torch.float32, device=self.scale.device)
         self.adapter_codes = AdapterCodes(*adapters, self.scale, self.beside, below, figures)
         self.workspace.adapter_codes.append(self.adapter_codes)
@@ -310,15 +310,15 @@ class Fp8(Augmented):
     def _grad_product(self, rows: Rows, height: int | None = None) -> torch.Tensor:
         """Multiplies by the first `height` rows of the storage, or by all."""
         spans.product(self.name)
-        if self.kept is not None:
-            turned = self.kept[:, :height]
+        if self.transposed is not None:
+            transposed = self.transposed[:, :height]
         else:
             height = height or len(self.storage)
             codes = self.whole[: _tiled(height), : self.in_features]
-            turned = self.workspace.matrix(self.in_features, len(codes))
-            fp8.transpose(codes, turned)
-            turned = turned[:, :height]
-        return fp8.mm(rows, Rows(turned, self.workspace.ones[: self.in_features]), self.compute)
+            transposed = self.workspace.matrix(self.in_features, len(codes))
+            fp8.transpose(codes, transposed)
+            transposed = transposed[:, :height]
+        return fp8.mm(rows, Rows(transposed, self.workspace.ones[: self.in_features]), self.compute)
 
 
 class FetchedFp8(Fp8):

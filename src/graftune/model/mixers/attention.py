@@ -313,7 +313,7 @@ class Attention(Mixer[AttentionSaved]):
 
         documents = ctx.sequences.documents
         assert documents is not None, "generation has no backward"
-        window, backend = self._how(ctx.sequences, documents)
+        window, backend = self._window_and_backend(ctx.sequences, documents)
         q, k, v = self._split(qkv, raw, ctx)
         grads = attention.grad_buffers(q, k, backend)
         if grads is None:
@@ -365,11 +365,11 @@ class Attention(Mixer[AttentionSaved]):
                 paged_attention.forward(q, cache.keys, cache.values, paged, *how)
                 return out.new_empty(0)
         assert documents is not None
-        window, backend = self._how(sequences, documents)
+        window, backend = self._window_and_backend(sequences, documents)
         more = out, self.spec.score_cap, self.sinks.value
         return attention.forward(q, k, v, documents, self.spec.score_scale, window, backend, *more)[1]
 
-    def _how(self, sequences: Sequences, documents: attention.Documents) -> tuple[int, str]:
+    def _window_and_backend(self, sequences: Sequences, documents: attention.Documents) -> tuple[int, str]:
         """(window, backend). A window that no document reaches is ignored. cuDNN's plans have no windows, soft
         caps or sinks, so layers with any of them use our own kernels; so do rows that are not aligned (a gate for each
         of a few heads)."""

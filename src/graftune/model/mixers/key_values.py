@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from graftune.kernels.rope.reference import added_up
-from graftune.model.context import Copy, LayerCache, PassContext
+from graftune.model.context import LayerCache, PassContext, RowCopy
 
 
 class KeyValues(LayerCache):
@@ -24,7 +24,7 @@ class KeyValues(LayerCache):
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
 
-    def copy_(self, slots: Copy, rows: Mapping[int, Copy]) -> None:
+    def copy_(self, slots: RowCopy, rows: Mapping[int, RowCopy]) -> None:
         source, target = rows[self.window]
         for held in (self.keys, self.values):
             held.index_copy_(0, target, held.index_select(0, source))
