@@ -159,7 +159,7 @@ def held(case: Case, parts: Parts) -> Examples:
 
 
 def profile(case: Case, device: torch.device, steps: int, sustain: float) -> dict[str, Any]:
-    """Who owns a step, and how fast a run would say that it is. Refuses a profile that nobody could trust."""
+    """The time of a step by phase, and the speed that a run would report. Refuses a profile that is not reliable."""
     from graftune.observe.speed import Meter
     from graftune.training.profiler import profiled
 
