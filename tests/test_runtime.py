@@ -95,3 +95,12 @@ def test_segments_grow_where_they_can_and_nobody_says_otherwise(release, environ
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append)
     assert runtime._set_allocator() == expected
     assert said == (["expandable_segments:True"] if expected else [])
+
+
+def test_the_first_vector_function_of_a_process_is_called_on_one_value(monkeypatch):
+    """A first call that is divided among threads can be wrong (runtime._start_vector_functions). It is so in a few
+    processes of a hundred, so the call itself is tested."""
+    sizes, real = [], torch.Tensor.cos
+    monkeypatch.setattr(torch.Tensor, "cos", lambda x: sizes.append(x.numel()) or real(x))
+    resolve("cpu")
+    assert sizes == [1]

@@ -50,6 +50,7 @@ def resolve(device: str = "auto", compute: str = "auto", *, threads: int = 0, de
     chosen = device_of(device)
     if threads:
         torch.set_num_threads(threads)
+    _start_vector_functions()
     _set_deterministic(deterministic)
     if chosen.type == "cuda" and chosen.index is not None:
         torch.cuda.set_device(chosen)  # streams, events and launches belong to the current device
@@ -94,6 +95,13 @@ def _best_compute(device: torch.device, bf16: bool) -> tuple[torch.dtype, str]:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0):
         return torch.float16, "fp16 units and none for bf16: with a dynamic loss scale"
     return torch.float32, "no bf16 units here"
+
+
+def _start_vector_functions() -> None:
+    """Call a vector function of MKL on one value. If the first call of a process is divided among threads, a thread may
+    compute its share with an error of 1e-4 (cos, sin and log of torch 2.13): the first step of a resumed run then had
+    rotary tables of its own. Later calls are right."""
+    torch.zeros(1).cos()
 
 
 def _set_deterministic(wanted: bool) -> None:

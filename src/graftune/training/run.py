@@ -231,14 +231,15 @@ class Run(ABC):
             why = "every update was skipped, because no gradient was finite"
             if state.config.rl.reward:
                 why = "no update was made, because no group had two different rewards, or no gradient was finite"
-            console.warn(f"{why}: nothing was trained")
+            state.report.warn(f"{why}: nothing was trained", p.step)
         elif (
             p.first_loss is not None
             and p.best_loss is not None
             and p.best_loss >= p.first_loss
             and p.best_metric is None
         ):
-            console.warn("validation loss did not fall below where it started: training does not help on this data")
+            text = "validation loss did not fall below where it started: training does not help on this data"
+            state.report.warn(text, p.step)
         place = nullcontext(state.folder) if ranks.leads else tempfile.TemporaryDirectory()
         with console.working(f"writing the {parts.product}"), place as folder:
             parts.write(Path(folder) / parts.product)
