@@ -37,10 +37,10 @@ from graftune.spans import EVERY_LAYER, Clock, StampTurn, Timeline
 from graftune.step.pipeline import Pipeline
 from graftune.training.hooks import Hook, RunState
 
-UNTRACED = 3  # steps before a trace begins: kernels compile, the graph is captured, clocks settle
+UNTRACED = 3  # steps before a trace begins: kernels compile, the graph is captured, clocks become steady
 STAMP_MS = 0.007  # time that an event adds to a captured step: 4 to 7 us on an H200, measured as the gap after it
 STAMPS_SHARE = 0.035  # share of a step's time that stamps may take
-WARM = 3  # steps before anything is timed: kernels compile, graphs are captured, clocks settle
+WARM = 3  # steps before anything is timed: kernels compile, graphs are captured, clocks become steady
 WARM_RUN = 5  # the same, in a run
 EAGER = 3  # steps without graphs
 OUTSIDE, OF_A_LAYER = 24, 26  # approximate numbers of stamps: outside of layers, and in one layer

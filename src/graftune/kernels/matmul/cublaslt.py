@@ -3,7 +3,7 @@
 The library (the copy that torch has loaded) lists the algorithms that it would consider for a product, with a workspace
 and without. Each is timed on the actual tensors, with the cache emptied in between, because in a step every weight
 comes from memory. Except for the shortest products, the best few are timed again, each for long enough that the clocks
-settle at its power draw: a step runs a GPU at its power limit (an H200 at 1350 of its 1980 MHz), where the order can
+match its power draw: a step runs a GPU at its power limit (an H200 at 1350 of its 1980 MHz), where the order can
 differ. torch.mm's choice is usually the first of the list, so the result is not slower, apart from noise. The choice is
 cached on disk for this GPU and this version of the library: a second run starts without timing anything, and computes
 with the same algorithms.
