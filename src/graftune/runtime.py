@@ -99,8 +99,8 @@ def _best_compute(device: torch.device, bf16: bool) -> tuple[torch.dtype, str]:
 
 def _start_vector_functions() -> None:
     """Call a vector function of MKL on one value. If the first call of a process is divided among threads, a thread may
-    compute its share with an error of 1e-4 (cos, sin and log of torch 2.13): the first step of a resumed run then had
-    rotary tables of its own. Later calls are right."""
+    compute its share with an error of 1e-4 (cos, sin and log of torch 2.13), as in the rotary tables of a resumed run's
+    first step. Later calls are right."""
     torch.zeros(1).cos()
 
 

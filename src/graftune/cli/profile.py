@@ -118,7 +118,7 @@ def show(console: Console, found: dict[str, Any]) -> None:
     _table(console, title, found["hotspots"][:SHOWN], {"name": "where"}, "ms", "times_the_mean")
     _table(console, "on other streams, beside the step", found["apart"], {"name": "what"}, "ms")
     _table(console, "between steps", found["beside"], {"name": "what"}, "ms")
-    for line in table(found):
+    for line in conclusions(found):
         console.line(line)
 
 
@@ -137,7 +137,7 @@ def _cell(name: str, value: Any) -> str:
     return ms_text(value) if isinstance(value, float) else str(value)
 
 
-def table(found: dict[str, Any]) -> list[str]:
+def conclusions(found: dict[str, Any]) -> list[str]:
     """The sentences below the tables."""
     plain, eager = found["plain_ms"], found["eager_ms"]
     lines = [f"{found['owned']:.1%} of the step has an owner"]

@@ -115,9 +115,9 @@ class Watch:
             found = mine
         if found == mine:
             self.say(text)
-        self._readers(1)
+        self._count_readers(1)
         limit = time.monotonic() + LINGER
-        while time.monotonic() < limit and self._readers() < self.ranks.size:
+        while time.monotonic() < limit and self._count_readers() < self.ranks.size:
             time.sleep(0.05)
         self._exit(json.loads(found)[0])
 
@@ -230,7 +230,7 @@ class Watch:
         sys.stderr.flush()
         os._exit(code)
 
-    def _readers(self, more: int = 0) -> int:
+    def _count_readers(self, more: int = 0) -> int:
         """The number of ranks that have read the fault."""
         try:
             return int(self._store.add("heard", more))

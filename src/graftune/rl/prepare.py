@@ -176,7 +176,8 @@ def _read(config: Config, tokenizer: Tokenizer, value: DataValue, console: Conso
     for name in (one for one in GIVEN if one in columns):
         console.warn(f"reward functions do not get the data's column {name}: the {name} of a round have this name")
     whole = [replace(row, columns={**columns, **row.columns}) for row, _ in both]
-    lengths, longest = [len(tokens) for _, tokens in both], max(len(tokens) for _, tokens in (*training, *held))
+    lengths = [len(tokens) for _, tokens in both]
+    longest = max(len(tokens) for _, tokens in (*training, *held))
     return PromptSplit(whole[: len(training)], whole[len(training) :], data, digest, lengths, longest, list(columns))
 
 

@@ -213,12 +213,14 @@ class Floor:
         self.packed: dict[tuple[int, str], torch.Tensor] = {}
         packed = {key: size for key, size in each.items() if work.packed(size)}
         if packed:
-            wide = work.dtype.itemsize
+            value_bytes = work.dtype.itemsize
             # Copying one to the scratch moves as many bytes as dequantising: codes read, values written.
             self.scratch = self._random(max(size.values for size in packed.values()), scale=0.02)
             self.packed = {
                 key: self._random(
-                    math.ceil((work.packed(size) + wide) / (2 * wide) * work.layers[key[0]].used_values(size)),
+                    math.ceil(
+                        (work.packed(size) + value_bytes) / (2 * value_bytes) * work.layers[key[0]].used_values(size)
+                    ),
                     scale=0.02,
                 )
                 for key, size in packed.items()
