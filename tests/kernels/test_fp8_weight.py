@@ -293,7 +293,7 @@ def test_a_step(device, shallow_folder, monkeypatch, variant, lora, recompute, l
         monkeypatch.setattr(launch, "fused", lambda x, fused=fused: fused)
         assert {p.frozen.kind for b in ours.decoder.blocks for p in b.projections} == {kind}
         if kind == "fp8":
-            assert {p.frozen.kept is not None for b in ours.decoder.blocks for p in b.projections} == {bool(both)}
+            assert {p.frozen.transposed is not None for b in ours.decoder.blocks for p in b.projections} == {bool(both)}
         assert kind == "fp32" or all(
             p.adapter_columns for b in ours.decoder.blocks for p in b.projections if p.lora is not None
         )

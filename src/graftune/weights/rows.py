@@ -163,7 +163,7 @@ class Reordered(DerivedRows):
             return _sorted(read(start, stop), self.order)
         ids = self.order.indices[start:stop]
         first, last = int(ids.min()), int(ids.max())
-        return read(first, last + 1)[ids - first]
+        return read(first, last + 1).index_select(0, ids - first)  # indexing takes 5 to 13 times as long for bytes
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from graftune.kernels import launch
 from graftune.kernels.attention import Documents
 
 CHUNK = 64
-LEAST_COLUMNS = 32
+LEAST_COLUMNS = 64
 
 
 class DeltaTile(NamedTuple):
