@@ -3,8 +3,8 @@
 A chunk is up to 64 tokens of one document. The tables have a fixed capacity and are computed on the device from the
 document boundaries, once for each pass, so that a captured pass can be replayed with other documents.
 
-Triton has compiled such kernels wrongly on Hopper (heads of 128 in halves of 64 before Triton 3.7.1; 16 columns of
-values, and eight warps for some widths, in 3.6), so tests/kernels/test_gated_delta_kernel.py and
+Triton has compiled such kernels wrongly on Hopper (heads of 128 in halves of 64 before Triton 3.7.1; 16 and 32 columns
+of values, and eight warps for some widths, in 3.6), so tests/kernels/test_gated_delta_kernel.py and
 tests/gpu/test_gated_delta.py compare them with the reference on the device. A key head is always one tile, never
 divided.
 """
