@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from graftune.batch import PackedBatch
     from graftune.data.encoded import Examples
     from graftune.dist.world import World
-    from graftune.session import Parts, Session
+    from graftune.session import Session, SessionParts
     from graftune.weights.base import Base
 
 DEFAULT = ("1b-1x512", "1b-4x2048", "8b-1x512", "8b-4x2048", "350m-full-4x512x4")
@@ -128,7 +128,7 @@ def hot_loop(
     return session, measure.Runner(one, lambda: [arena.view(name, arena.weights) for name in arena.slots], note)
 
 
-def packed(case: Case, parts: Parts) -> list[list[PackedBatch]]:
+def packed(case: Case, parts: SessionParts) -> list[list[PackedBatch]]:
     """[batch][micro]: exact shapes, or, where lengths are drawn, whole tiles as a run has them."""
     from graftune.data import pack
 
@@ -141,7 +141,7 @@ def packed(case: Case, parts: Parts) -> list[list[PackedBatch]]:
     return [bins[start : start + case.micro] for start in range(0, len(bins), case.micro)]
 
 
-def held(case: Case, parts: Parts) -> Examples:
+def held(case: Case, parts: SessionParts) -> Examples:
     """All documents of a case, with the reference's log-probabilities if they are stored."""
     from graftune.session.references import with_references
     from graftune.step.evaluate import reference_pass

@@ -49,16 +49,16 @@ class Captured:
 
     def _first(self) -> None:
         # High priority: work that the callable forks off to another stream yields to its work on this one.
-        main, ahead = torch.cuda.current_stream(), stream("capture", priority=-1)
+        main, side = torch.cuda.current_stream(), stream("capture", priority=-1)
         torch.cuda.empty_cache()  # this stream could not reuse memory that was freed on other streams
-        ahead.wait_stream(main)
+        side.wait_stream(main)
         spans.end()
         with spans.recording(None):  # this graph is for all calls that are not timed
-            with torch.cuda.stream(ahead):
+            with torch.cuda.stream(side):
                 self.work()
-            main.wait_stream(ahead)
+            main.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            capture(self.work, graph, ahead, self.pool, self.collect)
+            capture(self.work, graph, side, self.pool, self.collect)
         self.graph = graph  # only now: it stays None if the capture failed
 
     def _replay_timed(self, timeline: spans.Timeline) -> None:

@@ -87,7 +87,8 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 
 
 def load_launchers_one_by_one() -> None:
-    """Put a lock around Triton's loading of a launcher; building launchers stays parallel."""
+    """Put a lock around Triton's loading of a launcher; building launchers stays parallel. All launchers' modules have
+    one name, so two that are loaded at once can be taken for each other."""
     from triton.runtime import build
 
     load, lock = find("triton.runtime.build._load_module_from_path"), threading.Lock()

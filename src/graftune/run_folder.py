@@ -22,7 +22,7 @@ from graftune.io.files import whole
 from graftune.losses import choose
 from graftune.model.arena import Arena
 from graftune.model.lora import build_arena, target_names, targets_of
-from graftune.session import Parts, Session, check_base, open_session, with_template
+from graftune.session import Session, SessionParts, check_base, open_session, with_template
 from graftune.settings.config import Config
 from graftune.settings.sections import LOSS_SETTINGS, OF_MACHINE, LoraConfig
 from graftune.settings.targets import expand_targets
@@ -227,7 +227,7 @@ def open_adapter(config: Config, folder: Path) -> Session:
     return session
 
 
-def _read_start(adapter: Path, parts: Parts) -> torch.Tensor:
+def _read_start(adapter: Path, parts: SessionParts) -> torch.Tensor:
     arena = build_arena(parts.base.spec, parts.lora, torch.device("cpu"), torch.float32)
     place_adapter(load_adapter(adapter), arena, parts.base)
     return arena.weights

@@ -35,7 +35,7 @@ LAYOUTS = {
 
 def table_of(layout: str, device: str, block: int | None = BLOCK) -> BlockTable:
     segments, _, decayed = LAYOUTS[layout]
-    return BlockTable.of(blocks.spans_of(segments, decayed), block=block, device=device)
+    return BlockTable.of(blocks.arena_spans(segments, decayed), block=block, device=device)
 
 
 class Run:

@@ -27,7 +27,7 @@ from graftune.rl.rewards import Rewards, advantages_of
 from graftune.rl.rounds import example_of
 from graftune.rl.run import PhaseTimes
 from graftune.session.batches import BatchFeed
-from graftune.session.parts import Parts
+from graftune.session.parts import SessionParts
 from graftune.settings.config import Config
 from graftune.settings.sections import DataConfig, RlConfig
 from tests.losses import sampled
@@ -306,7 +306,7 @@ def test_a_resume_has_the_shapes_of_the_straight_run(
     first round, so that a resumed run by itself would choose a smaller shape."""
     shapes: list[Any] = []
     real = BatchFeed._own_shape
-    monkeypatch.setattr(Parts, "fixed_shapes", property(lambda self: True))
+    monkeypatch.setattr(SessionParts, "fixed_shapes", property(lambda self: True))
     monkeypatch.setattr(BatchFeed, "_own_shape", lambda *given: shapes.append(real(*given)) or shapes[-1])
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"word {n} " * (40 if n == 3 else 1)}) + "\n" for n in range(6)))

@@ -10,7 +10,7 @@ from graftune.batch import Example
 from graftune.data.pack import pack
 from graftune.errors import GraftuneError
 from graftune.session import parts
-from graftune.session.parts import Parts
+from graftune.session.parts import SessionParts
 from graftune.step.pipeline import BatchShape, HostPipeline
 from tests.session.test_batches import ROWS
 from tests.support import tiny
@@ -79,7 +79,7 @@ def fixed(opened, monkeypatch):
 
     def get(**settings):
         session = opened(**SETTINGS | settings)
-        monkeypatch.setattr(Parts, "fixed_shapes", property(lambda self: self is session.parts))
+        monkeypatch.setattr(SessionParts, "fixed_shapes", property(lambda self: self is session.parts))
         return session
 
     monkeypatch.setattr(parts, "pipeline_for", lambda step, graph: Counting(step))

@@ -25,7 +25,7 @@ from graftune.observe.console import Console
 from graftune.observe.events import read_events
 from graftune.ranks import Ranks
 from graftune.session import text
-from graftune.session.parts import Parts
+from graftune.session.parts import SessionParts
 from graftune.step.pipeline import HostPipeline
 from graftune.training.checkpoints import Checkpoints
 from graftune.training.signals import Interrupted, SignalWatch, StopRequest, noted_signals
@@ -66,7 +66,7 @@ def test_what_takes_too_long_after_a_signal_is_given_up(
 
             patch.setattr(HostPipeline, "micro", micro)
         else:
-            place = (Parts, "evaluated") if phase == "evaluation" else (text, "sampled")
+            place = (SessionParts, "evaluated") if phase == "evaluation" else (text, "sampled")
             patch.setattr(*place, asked_to_stop_and_hangs)
         config = settings(
             tiny_folder("llama-shallow"), tmp_path / "run", max_steps=4, samples=1, stop_within=0.05, save_every=0

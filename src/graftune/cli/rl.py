@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from graftune.cli.settings import Switch, given, looked_at, positional, show_config, takes
-from graftune.cli.train import settings_of, trained
+from graftune.cli.train import run_and_report, settings_of
 from graftune.data.sample import parcels
 from graftune.data.sample.parcels import parcels_path
 from graftune.errors import GraftuneError
@@ -68,4 +68,4 @@ def rl(
     if not whole.rl.reward:
         fix = f"resume it with graftune train --resume {resume}" if resume else "name one, as in --reward file.py"
         raise GraftuneError("there is no reward function", where=resume, fix=fix)
-    return trained(whole, console, resume, flags, watch)
+    return run_and_report(whole, console, resume, flags, watch)

@@ -64,7 +64,7 @@ def train(
     whole, flags = settings_of(config, flags, resume, console, leads=ranks is None or ranks.leads)
     if print_config:
         return show_config(Config.of(whole.flat(), flags) if resume else whole, console)
-    return trained(whole if resume else looked_at(whole), console, resume, flags, watch)
+    return run_and_report(whole if resume else looked_at(whole), console, resume, flags, watch)
 
 
 def settings_of(
@@ -78,9 +78,9 @@ def settings_of(
     return Config.of_run(resume) if leads else Config(), {**file, **flags}
 
 
-def trained(config: Config, console: Console, resume: str, overrides: dict[str, Any], watch: bool) -> int:
+def run_and_report(config: Config, console: Console, resume: str, overrides: dict[str, Any], watch: bool) -> int:
     """Train, and print how the run ended and what to do next. Returns the exit code."""
-    result = _engine(config, console, resume or None, overrides, watch)
+    result = _run(config, console, resume or None, overrides, watch)
     if result.stopped == "interrupted":
         with suppress(OSError):  # the terminal may be gone
             _interrupted(result, console, resume)
@@ -91,7 +91,7 @@ def trained(config: Config, console: Console, resume: str, overrides: dict[str, 
     return 0
 
 
-def _engine(config: Config, console: Console, resume: str | None, overrides: dict[str, Any], watch: bool) -> Any:
+def _run(config: Config, console: Console, resume: str | None, overrides: dict[str, Any], watch: bool) -> Any:
     with console.working("starting PyTorch"):
         from graftune import api
 
@@ -123,11 +123,11 @@ def _interrupted(result: Any, console: Console, resume: str) -> None:
 
 def run_summary(result: Any) -> str:
     """What was trained, what changed, where it is, and the next three commands, of a run that was not interrupted."""
-    lines = [*_trained(result), *_changed(result), *_location(result.folder)]
+    lines = [*_trained_line(result), *_changed(result), *_location(result.folder)]
     return "\n".join([*lines, "next:", *_next(result.folder)])
 
 
-def _trained(result: Any) -> list[str]:
+def _trained_line(result: Any) -> list[str]:
     count = "1 step" if result.steps == 1 else f"{result.steps} steps"
     reason = "" if result.stopped == "finished" else f" ({result.stopped})"
     what = result.summary.get("trained", "")

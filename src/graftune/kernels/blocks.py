@@ -31,7 +31,7 @@ class ArenaSpan(NamedTuple):
     decay: bool
 
 
-def spans_of(segments: Sequence[Sequence[slice]], decayed: int) -> list[ArenaSpan]:
+def arena_spans(segments: Sequence[Sequence[slice]], decayed: int) -> list[ArenaSpan]:
     """The spans of segments (each some slices of the arena); elements before `decayed` have weight decay."""
     spans = []
     for index, segment in enumerate(segments):

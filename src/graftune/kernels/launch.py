@@ -1,8 +1,9 @@
 """Chooses between a Triton kernel and its reference, and launches our Triton kernels.
 
-Our kernels run on CUDA; on other devices the references next to them compute the same results. `fused` and `augments`
-decide this for all operations; tests replace them to run the kernels through Triton's interpreter on a CPU. `kernel.py`
-files are imported only where they run, because Triton is not installed on every machine.
+Our kernels run on CUDA; on other devices the references next to them compute the same results. `fused` chooses between
+kernel and reference, and `augments` the layout of weights; tests replace both to run the kernels through Triton's
+interpreter on a CPU. `on_gpu` is for questions about the device itself. `kernel.py` files are imported only where they
+run, because Triton is not installed on every machine.
 
 A kernel is launched with Triton's syntax, `kernel[grid](...)`. For meta tensors nothing is launched, so that the memory
 plan can run the code around the kernels (rehearsal.py) and count what it allocates. For the same reason, code asks

@@ -7,7 +7,7 @@ launch.py asks torch instead, and the hooks below do nothing.
 
     device    the properties of the rehearsed device, which may be in another machine
     owned     names the owner of what is allocated inside
-    give      names another owner for tensors that exist
+    assign    names another owner for tensors that exist
     few       of many equal pieces of work the first two and the last, which show the same peak
     cached    tables that are kept per device: a rehearsal begins without them, and drops its own when it ends
 """

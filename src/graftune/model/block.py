@@ -23,7 +23,7 @@ from graftune.model.projection import Normed, Projection, ReadyGrad, augmented_b
 
 
 @dataclass
-class Stream:
+class ResidualStream:
     """The residual stream x and what is still to be added to it. A block replaces both fields, so that no caller keeps
     an earlier stream alive."""
 
@@ -43,14 +43,14 @@ class Stream:
 
 
 @dataclass
-class StreamGrad:
-    """The stream's gradient in the backward. A block replaces both fields, as it does with `Stream`."""
+class ResidualGrad:
+    """The stream's gradient in the backward. A block replaces both fields, as it does with `ResidualStream`."""
 
     grad: torch.Tensor | None  # [T, D + adapter columns]; None: nothing below trains
     ready: ReadyGrad | None = None  # `grad` in the form that the projection below multiplies, if that made one
 
     def expand(self, rows: torch.Tensor, tokens: int, width: int) -> None:
-        """Undo `Stream.select`: the other rows have no gradient."""
+        """Undo `ResidualStream.select`: the other rows have no gradient."""
         if self.grad is not None:
             whole = augmented_buffer(self.grad, tokens, width, self.grad.shape[1] - width)
             self.grad, self.ready = whole.zero_().index_add_(0, rows, self.grad), None
@@ -161,7 +161,7 @@ class Branch(_Adds):
         """The stream's gradient after the branch -> the one before it, or None where the input needs no gradient.
         `grad` has adapter columns for the part's last projection; `ready`: the same gradient in the form that this
         projection multiplies. `projection_below` wrote the stream before this branch. `added`: the gradient [T, D] of
-        the branch's output, where it is not the stream's."""
+        what the branch added, where it is not the stream's."""
         read = self._saved_input(saved, ctx)
         need_input = need_input or (self.norm is not None and self.norm.grad is not None)
         grad_out = grad
@@ -313,7 +313,7 @@ class Block:
         """The projection whose dY is the gradient of the stream after this block, if there is one."""
         return self.branches[-1].output_projection if self.stream_scale is None else None
 
-    def forward(self, stream: Stream, ctx: PassContext, rows: torch.Tensor | None = None) -> list[Any]:
+    def forward(self, stream: ResidualStream, ctx: PassContext, rows: torch.Tensor | None = None) -> list[Any]:
         """Replaces the stream; returns what each branch saves. `rows`: the only rows needed after the block."""
         saved = [self._through(number, stream, ctx, rows) for number in range(len(self.branches))]
         self._select(stream, len(self.branches), rows)
@@ -323,13 +323,13 @@ class Block:
 
     def recompute(self, x: torch.Tensor, ctx: PassContext, rows: torch.Tensor | None = None) -> list[Any]:
         """Recomputes what `forward` saves from the block's input."""
-        stream, last = Stream(x), len(self.branches) - 1
+        stream, last = ResidualStream(x), len(self.branches) - 1
         del x
         saved = [self._through(number, stream, ctx, rows) for number in range(last)]
         self._select(stream, last, rows)
         return [*saved, self.branches[last].recompute(stream.x, stream.pending, self._ctx(last, ctx, rows))]
 
-    def _through(self, number: int, stream: Stream, ctx: PassContext, rows: torch.Tensor | None) -> Any:
+    def _through(self, number: int, stream: ResidualStream, ctx: PassContext, rows: torch.Tensor | None) -> Any:
         """Runs one branch: replaces the stream, returns what the branch saves."""
         self._select(stream, number, rows)
         own = self._ctx(number, ctx, rows)
@@ -346,7 +346,7 @@ class Block:
         ]
 
     def backward(
-        self, stream: StreamGrad, saved: list[Any], ctx: PassContext, rows: torch.Tensor | None,
+        self, stream: ResidualGrad, saved: list[Any], ctx: PassContext, rows: torch.Tensor | None,
         projection_below: Projection | None, need_input: bool,
     ) -> None:  # fmt: skip
         """Replaces the stream's gradient after the block by the one before it, and empties `saved`. `projection_below`
@@ -367,7 +367,7 @@ class Block:
                 need_input or number > 0,
             )
 
-    def _select(self, stream: Stream, number: int, rows: torch.Tensor | None) -> None:
+    def _select(self, stream: ResidualStream, number: int, rows: torch.Tensor | None) -> None:
         """Drop all rows but these before branch `number`, if it is the first one after the last mixer."""
         if rows is not None and number == self.mixing:
             spans.operation("response rows")
@@ -376,7 +376,7 @@ class Block:
     def _ctx(self, number: int, ctx: PassContext, rows: torch.Tensor | None) -> PassContext:
         return ctx if rows is None or number < self.mixing else ctx.of_rows(rows)
 
-    def _scale_grad(self, stream: StreamGrad, ctx: PassContext, width: int) -> None:
+    def _scale_grad(self, stream: ResidualGrad, ctx: PassContext, width: int) -> None:
         """Apply the stream's scale, in a new buffer while weight gradients on other CUDA streams read the old one."""
         if self.stream_scale is not None and stream.grad is not None:
             grad = stream.grad

@@ -153,14 +153,14 @@ class RopeTables(NamedTuple):
 
 @dataclass
 class PassContext:
-    tables: tuple[RopeTables, ...]  # for each kind of layer
+    tables: tuple[RopeTables, ...]  # for each of ModelSpec.ropes
     positions: torch.Tensor  # [T], from 0 in every document
     sequences: Sequences
     adapted: bool = True
     dropout: Dropout | None = None
     side_streams: SideStreams | None = None
     # Keys and values that several layers share, by the layer whose mixer made them. They stay until the backward has
-    # finished; in it, the later layers come first and add the gradients of these keys and values to `shared_grads`.
+    # finished. It visits later layers first, which add the gradients of these keys and values to `shared_grads`.
     shared: dict[int, Any] = field(default_factory=dict, init=False)
     shared_grads: dict[int, Any] = field(default_factory=dict, init=False)
     layer_inputs: LayerInputs | None = field(default=None, init=False)  # set by the decoder's forward

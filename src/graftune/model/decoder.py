@@ -15,7 +15,7 @@ import torch
 from graftune import spans
 from graftune.batch import PackedBatch
 from graftune.kernels import attention, linear_cross_entropy, rms_norm, rope
-from graftune.model.block import Block, Stream, StreamGrad
+from graftune.model.block import Block, ResidualGrad, ResidualStream
 from graftune.model.bundles import EMBEDDING, HEAD, Bundles, Residents
 from graftune.model.context import Dropout, PassContext, RopeTables, Sequences, SideStreams
 from graftune.model.frozen import Frozen, Scratch, Trained
@@ -37,7 +37,7 @@ class Decoder:
     ropes: tuple[Rope, ...]  # for each of spec.ropes
     device: torch.device
     compute: torch.dtype
-    added: NewRows | None = None
+    new_rows: NewRows | None = None  # rows of added tokens, which train
     embedding_norm: NormWeight | None = None
     scratch: Scratch | None = None  # of quantised weights, where there are any
     bundles: Bundles | Residents = field(default_factory=Residents)  # fetches frozen weights from elsewhere
@@ -55,10 +55,11 @@ class Decoder:
         """The context that the blocks of one pass share: rotary tables, which tokens belong together, adapters on or
         off."""
         tables, documents, past = [], sequences.documents, sequences.past
+        # Positions stay below `bound`; with a past that is not empty it is not known.
         bound = None if documents is None or (past is not None and not past.new) else documents.longest
         for kind in self.ropes:
             frequencies = kind.frequencies
-            if kind.far is not None:
+            if kind.far is not None:  # longrope: other frequencies for documents beyond `limit`
                 is_far = (sequences.final_lengths(positions) > kind.limit).unsqueeze(1)
                 frequencies = torch.where(is_far, kind.far, frequencies)
             q_scale = kind.q_scale(positions, bound)
@@ -76,7 +77,8 @@ class Decoder:
         side_streams: SideStreams | None = None,
     ) -> PassContext:
         """Begin a pass over the documents of a batch. `longest` bounds their lengths where the shape of the pass is
-        fixed; None: the longest of this batch. `backend` is that of attention with the most common heads."""
+        fixed; None: the longest of this batch. `backend` is the attention backend of layers with the most common
+        heads."""
         bound = max(batch.lengths) if longest is None else longest
         documents = attention.Documents(batch.cu_seqlens, batch.lengths, bound, fixed=longest is not None)
         return self.begin(
@@ -89,12 +91,12 @@ class Decoder:
 
     def forward(
         self, tokens: torch.Tensor, ctx: PassContext, rows: torch.Tensor | None = None, tape: Tape | None = None
-    ) -> Stream:
+    ) -> ResidualStream:
         """tokens [T] -> the last block's output, all rows [T, D] or only the given ones [R, D], which are selected
         after the last mixer. `tape` keeps what `backward` needs."""
         self.bundles.begin()
         ctx.inputs_only = tape is None or tape.inputs_only
-        stream = Stream(self.embed(tokens, ctx, save=tape is not None and self._embedding_trains))
+        stream = ResidualStream(self.embed(tokens, ctx, save=tape is not None and self._embedding_trains))
         ctx.layer_inputs = None if self.layer_inputs is None else self.layer_inputs(tokens, stream.x)
         for block in self.blocks:
             spans.layer(block.index)
@@ -111,7 +113,7 @@ class Decoder:
         self, grad: torch.Tensor, tokens: torch.Tensor, ctx: PassContext, rows: torch.Tensor, tape: Tape
     ) -> None:
         """Adds the gradients of all trained weights. `grad`: what `Output.backward` returned for the rows."""
-        stream = StreamGrad(grad)
+        stream = ResidualGrad(grad)
         del grad
         ctx.inputs_only, ctx.routing = False, None  # routing that is recomputed is not counted again
         embedding_trains = self._embedding_trains
@@ -144,7 +146,7 @@ class Decoder:
 
     @property
     def _embedding_trains(self) -> bool:
-        return self.added is not None or isinstance(self.embedding, Trained)
+        return self.new_rows is not None or isinstance(self.embedding, Trained)
 
     def embed(self, tokens: torch.Tensor, ctx: PassContext, *, save: bool = False) -> torch.Tensor:
         """Looks tokens up in the base's table and, beyond its end, in the rows of added tokens; scales and norms them
@@ -168,9 +170,9 @@ class Decoder:
         return float(torch.tensor(self.spec.embedding.scale, dtype=self.compute))
 
     def _lookup(self, tokens: torch.Tensor, adapted: bool) -> torch.Tensor:
-        if self.added is None:
+        if self.new_rows is None:
             return self.embedding.rows(tokens)
-        rows = self.added.value if adapted else self.added.start
+        rows = self.new_rows.value if adapted else self.new_rows.start
         known = self.embedding.rows(tokens.clamp(max=self.embedding.out_features - 1))
         index, is_new = self._new(tokens)
         return torch.where(is_new, rows.index_select(0, index), known)
@@ -184,9 +186,9 @@ class Decoder:
             grad = grad * self._embedding_scale
         if isinstance(self.embedding, Trained):
             self.embedding.accumulate_row_grads(tokens, grad)
-        if self.added is not None:
+        if self.new_rows is not None:
             index, is_new = self._new(tokens)
-            self.added.grad.index_add_(0, index, (grad * is_new).float())
+            self.new_rows.grad.index_add_(0, index, (grad * is_new).float())
 
     def _new(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         known = self.embedding.out_features
@@ -197,7 +199,7 @@ class Decoder:
         """The last projections of the parts read the stream's gradient, so it has their adapter columns."""
         return max(block.adapter_columns for block in self.blocks)
 
-    def read_out(self, stream: Stream, *, adapted: bool = True, temperature: float = 1.0) -> Output:
+    def read_out(self, stream: ResidualStream, *, adapted: bool = True, temperature: float = 1.0) -> Output:
         """Final norm and head over the rows of a forward pass: what a loss computes from. `temperature` divides the
         logits: l / t = (c / t) tanh((f / t) z / (c / t)), so scale and cap are divided by it."""
         self.bundles.enter(HEAD)

@@ -34,19 +34,19 @@ class Head:
     """The LM head: the base's frozen rows, followed by the rows of added tokens."""
 
     frozen: Frozen
-    added: NewRows | None = None
+    new_rows: NewRows | None = None
     # The buffer for dequantised weights. A dense head does not need it, so the logits of a loss are written to it, if
     # they fit, and are valid until the next product of a block.
     scratch: Scratch | None = None
 
     @property
     def out_features(self) -> int:
-        return self.frozen.out_features + (len(self.added.value) if self.added else 0)
+        return self.frozen.out_features + (len(self.new_rows.value) if self.new_rows else 0)
 
     def of(self, adapted: bool) -> Head:
-        if adapted or self.added is None:
+        if adapted or self.new_rows is None:
             return self
-        return replace(self, added=replace(self.added, value=self.added.start))
+        return replace(self, new_rows=replace(self.new_rows, value=self.new_rows.start))
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         spans.product("head")
@@ -55,19 +55,19 @@ class Head:
             logits = self.frozen.matmul(x, scratch.matrix(*size))
         else:
             logits = self.frozen.matmul(x)
-        if self.added is not None:
-            logits = torch.cat((logits, x @ self.added.value.t()), 1)
+        if self.new_rows is not None:
+            logits = torch.cat((logits, x @ self.new_rows.value.t()), 1)
         return logits
 
     def input_grad(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         spans.product("head")
         if isinstance(self.frozen, Trained):
             self.frozen.accumulate_grad(grad, x)
-        if self.added is None:
+        if self.new_rows is None:
             return self.frozen.input_grad(grad)
-        base, extra = grad.split([self.frozen.out_features, len(self.added.value)], 1)
-        add_product_(self.added.grad, extra.t(), x)
-        return self.frozen.input_grad(base).addmm_(extra, self.added.value)
+        base, extra = grad.split([self.frozen.out_features, len(self.new_rows.value)], 1)
+        add_product_(self.new_rows.grad, extra.t(), x)
+        return self.frozen.input_grad(base).addmm_(extra, self.new_rows.value)
 
 
 @dataclass

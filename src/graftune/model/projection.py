@@ -32,8 +32,8 @@ from graftune.model.arena import LoraGroup
 from graftune.model.context import PassContext
 from graftune.model.frozen import Augmented, Frozen, Trained, row_stride
 
-# From LONG tokens or WIDE values of dY on, g and dB are computed in one pass over dY; below, dB runs beside attention.
-LONG, WIDE = 2048, 12_000_000
+# From LONG tokens or LARGE values of dY on, g and dB are computed in one pass over dY; below, dB runs beside attention.
+LONG, LARGE = 2048, 12_000_000
 
 
 class Normed(NamedTuple):
@@ -159,8 +159,8 @@ class Projection:
     def forward(
         self, x: torch.Tensor, ctx: PassContext, *, wide: bool = False, h: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Computes y from an input buffer, and h for the backward. A `wide` y has the adapter columns that its gradient
-        will need; an `h` from an earlier forward is not computed again."""
+        """Computes y from an input buffer, and h for the backward. With `wide`, y gets the adapter columns that its
+        gradient needs later; an `h` from an earlier forward is not computed again."""
         spans.product(self.name)
         plain = x[:, : self.width_in]
         if self.lora is None or not ctx.adapted:
@@ -221,7 +221,7 @@ class Projection:
         attention."""
         assert self.lora is not None
         grad_up = self.lora.grad_up
-        if len(grad_y) >= LONG or grad_y.numel() >= WIDE:
+        if len(grad_y) >= LONG or grad_y.numel() >= LARGE:
             return grad_up
         product = low.rank > lora_linear.THIN
         ctx.defer(lambda: lora_linear.up_grad(grad_y, low, grad_up), grad_y, low.h, product=product)

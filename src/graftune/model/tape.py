@@ -1,8 +1,8 @@
 """What the forward saves for the backward, by policy.
 
     none        all that the parts' backward needs: only norms, rope and gated units are computed twice
-    selective   not what the parts call large and cheap to recompute: for attention and a gated MLP the gate_up product,
-                60% of the whole, so that one product of eight is computed twice; for a delta net its rule
+    selective   without what each part marks as large and cheap to recompute: in a gated MLP that is the gate_up product
+                (60% of a block's saved bytes, one of its eight products), in a delta net the delta rule
     full        only each block's input: the block's forward is computed twice, except for its last product
     offload     as full, and the inputs wait in pinned host memory; copies run on a stream of their own, one block ahead
 

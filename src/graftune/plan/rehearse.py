@@ -41,7 +41,7 @@ from graftune.plan.counting import SCRATCH, Counting, Tally
 from graftune.plan.libraries import TAKEN, OnGpu, copied_weight
 from graftune.plan.unread_sources import unread
 from graftune.runtime import Runtime
-from graftune.session.parts import Parts
+from graftune.session.parts import SessionParts
 from graftune.settings.config import Config
 from graftune.settings.sections import LoraConfig
 from graftune.step.evaluate import evaluate_batch
@@ -245,12 +245,14 @@ def run_phases(setup: Setup, tally: Tally) -> Bytes:
     return Bytes(memory.phases, memory.total, captured, eager, tally.of("cpu").peak if on_gpu else 0)
 
 
-def _load(setup: Setup, tally: Tally) -> Parts:
+def _load(setup: Setup, tally: Tally) -> SessionParts:
     """Build the parts of a session, as every session does, on sources without contents."""
     config, runtime = setup.config, setup.runtime
     base = dataclasses.replace(setup.base, tensors=unread(setup.base.tensors, runtime.device, tally))
     choice = attention.Choice(setup.backend, "rehearsed", setup.others)
-    parts = Parts(config, base, runtime, setup.placement, setup.lora, choice, setup.loss, storage=_storage(setup))
+    parts = SessionParts(
+        config, base, runtime, setup.placement, setup.lora, choice, setup.loss, storage=_storage(setup)
+    )
     weights = [projection.frozen for block in parts.decoder.blocks for projection in block.projections]
     tally.assign(SCRATCH, *(held for weight in weights if isinstance(weight, Augmented) for held in weight.shared))
     if isinstance(parts.decoder.bundles, Bundles):
@@ -290,14 +292,14 @@ def _batch(shape: Capacities, device: torch.device, fields: Sequence[Field]) -> 
     )
 
 
-def _answer(parts: Parts, setup: Setup) -> None:
+def _answer(parts: SessionParts, setup: Setup) -> None:
     """Read the prompts and draw a token of each, with as many of them at once as fit the cache."""
     size = CacheSize.of(setup.base.spec, parts.decoder.compute)
     shape = CacheShape.of(size, setup.asked, setup.cache_capacity * size.most_per_token)
     generate.rehearse(parts.decoder, setup.asked, shape, parts.eager_attention)
 
 
-def _sample(parts: Parts, setup: Setup, stream: Any) -> generate.Sampler:
+def _sample(parts: SessionParts, setup: Setup, stream: Any) -> generate.Sampler:
     """Read the prompts of a round and draw a token of as many samples as are drawn at once."""
     shape = sampling_cache(setup.base.spec, parts.decoder.compute, setup.sampled, setup.at_once)
     return generate.rehearse(parts.decoder, setup.sampled, shape, parts.eager_attention, draw.WHOLE, stream)

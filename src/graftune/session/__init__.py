@@ -18,15 +18,15 @@ from graftune.session.opening import (
     reader_of,
     with_template,
 )
-from graftune.session.parts import Parts, loader_of
+from graftune.session.parts import SessionParts, loader_of
 from graftune.session.session import Session
 from graftune.session.text import Sample
 
 __all__ = [
     "Batch",
-    "Parts",
     "Sample",
     "Session",
+    "SessionParts",
     "StepStats",
     "attention_for",
     "check_base",

@@ -38,7 +38,7 @@ from graftune.data.summary import counted
 from graftune.data.tokenised import examples_of, is_tokenised
 from graftune.errors import GraftuneError
 from graftune.losses import Loss, stores_reference
-from graftune.session.parts import OWN, UNPLANNED, DataPosition, Parts, loader_of
+from graftune.session.parts import OWN, UNPLANNED, DataPosition, SessionParts, loader_of
 from graftune.session.references import fill, with_references
 from graftune.settings import auto
 from graftune.step.pipeline import Figures
@@ -134,13 +134,13 @@ class StepStats:
 
 
 # Resolves `auto` when training begins, for a data set (None: for any) in batches of a layout.
-Planner = Callable[[Parts, Dataset | None, BatchLayout], object]
+Planner = Callable[[SessionParts, Dataset | None, BatchLayout], object]
 
 
 class BatchFeed:
     """Makes batches of data sets, and remembers which part of the data a loaded state has trained on."""
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: SessionParts):
         self.parts = parts
         self.planner: Planner | None = None
         self.asked_tokens = parts.config.train.tokens_per_micro_batch  # by the user; 0: planned

@@ -26,7 +26,7 @@ from graftune.model.bundles import BundleStorage, HostMemory
 from graftune.model.lora import initialise, start_from_scratch
 from graftune.observe.memory import free_bytes
 from graftune.runtime import Runtime, resolve
-from graftune.session.parts import Parts
+from graftune.session.parts import SessionParts
 from graftune.session.session import Session
 from graftune.settings import auto
 from graftune.settings.config import Config
@@ -78,7 +78,7 @@ def open_session(
         base_dtype=placement.base_dtype,
         alpha=lora.alpha if method == "lora" else config.lora.alpha,
     )
-    parts = Parts(
+    parts = SessionParts(
         resolved,
         base,
         runtime,

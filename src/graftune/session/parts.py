@@ -108,7 +108,7 @@ def choose_for_other_heads(decoder: Decoder, runtime: Runtime) -> None:
 
 
 @dataclass(eq=False, repr=False)
-class Parts:
+class SessionParts:
     """A base with adapters, and the parts built on it. The plan rehearses it, the trainer runs it, a Session wraps
     it."""
 
@@ -304,8 +304,8 @@ class Parts:
     @property
     def cache_budget(self) -> int:
         """Bytes that the cache of generation may take: the planned ones, if there is a plan; otherwise as much as a
-        step takes or, on a GPU, a share of the free memory if that is more: before `auto` is resolved, since the plan
-        then counts the cache, and once the step is captured and has its memory."""
+        step takes. On a GPU it is a share of the free memory, if that is more, in two cases: before `auto` is resolved,
+        since the plan then counts the cache, and once the step is captured and has its memory."""
         settings, size = self.config.train, self._cache_size
         if self.planned_cache is not None:
             return self.planned_cache.bytes(size)

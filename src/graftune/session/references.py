@@ -28,7 +28,7 @@ from graftune.data import cached
 from graftune.data.encoded import Examples, token_places, unit_of
 from graftune.io import digest, files
 from graftune.losses import Loss
-from graftune.session.parts import UNPLANNED, Parts
+from graftune.session.parts import UNPLANNED, SessionParts
 from graftune.settings.sections import TrainConfig
 from graftune.step.evaluate import reference_pass
 
@@ -44,7 +44,7 @@ def with_references(examples: Examples, loss: Loss, settings: TrainConfig) -> Ex
     return Examples(store, examples.chosen)
 
 
-def fill(parts: Parts, examples: Examples, between: Callable[[int], None] = lambda done: None) -> str:
+def fill(parts: SessionParts, examples: Examples, between: Callable[[int], None] = lambda done: None) -> str:
     """Find or compute the log-probabilities of these examples. Returns what was done, in one line. All ranks call it
     together, and each computes its share."""
     column, world = examples.store.reference, parts.world
@@ -76,7 +76,7 @@ def fill(parts: Parts, examples: Examples, between: Callable[[int], None] = lamb
     return f"{what} {kept}"
 
 
-def _key(parts: Parts, examples: Examples) -> str:
+def _key(parts: SessionParts, examples: Examples) -> str:
     """Digest of everything that decides the numbers."""
     loss, start, data = parts.loss, "", hashlib.sha256(examples.digests.tobytes()).hexdigest()
     if loss.reference == "start" and parts.config.train.method != "full":  # a full run starts from the base

@@ -30,7 +30,7 @@ from graftune.runtime import Runtime
 from graftune.session import arguments, text
 from graftune.session.arguments import Message
 from graftune.session.batches import Batch, BatchFeed, StepStats
-from graftune.session.parts import UNPLANNED, DataPosition, Parts
+from graftune.session.parts import UNPLANNED, DataPosition, SessionParts
 from graftune.session.text import Sample
 from graftune.settings.config import Config
 from graftune.step.evaluate import EvalResult
@@ -60,7 +60,7 @@ class Session:
 
     steps: int  # optimizer steps taken
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: SessionParts):
         self.parts, self.feed = parts, BatchFeed(parts)  # for the rest of the package
         self.steps = 0
         self._own_loss = False  # whether the loss is an object of the user's, not the one that the settings name

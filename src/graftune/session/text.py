@@ -21,7 +21,7 @@ from graftune.errors import GraftuneError
 from graftune.infer.generate import Token
 from graftune.infer.sample import Sampling, sample_numbers
 from graftune.session.arguments import Conversation
-from graftune.session.parts import Parts
+from graftune.session.parts import SessionParts
 from graftune.tokenizer import Tokenizer
 
 
@@ -91,7 +91,7 @@ class Draft:
 
 
 def stream(
-    parts: Parts,
+    parts: SessionParts,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     *,
@@ -128,7 +128,7 @@ def stream(
 
 
 def sampled(
-    parts: Parts,
+    parts: SessionParts,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     *,
@@ -157,7 +157,7 @@ def sampled(
     return [found[index] for index in range(len(prompts))]
 
 
-def encoded(parts: Parts, prompt: str | Conversation) -> tuple[list[int], tuple[int, ...]]:
+def encoded(parts: SessionParts, prompt: str | Conversation) -> tuple[list[int], tuple[int, ...]]:
     """A prompt or conversation as the tokens to continue, and the tokens that end an answer."""
     if isinstance(prompt, str):
         return parts.tokenizer.encode(prompt, add_special=True), ()
@@ -175,7 +175,7 @@ def conversation(tokenizer: Tokenizer, form: ChatFormat, turns: Conversation) ->
 
 @torch.no_grad()
 def logprobs_of(
-    parts: Parts, examples: Sequence[Example], capacity: int, adapted: bool, temperature: float = 1.0
+    parts: SessionParts, examples: Sequence[Example], capacity: int, adapted: bool, temperature: float = 1.0
 ) -> list[torch.Tensor]:
     """The log-probability of every response token, per example: fp32 on the CPU."""
     decoder, found = parts.decoder, list[torch.Tensor]()

@@ -67,7 +67,7 @@ def pipeline_for(step: Step, *, graph: bool = True) -> Pipeline:
 class Pipeline(ABC):
     """Runs one optimizer step after the other: the part common to all devices."""
 
-    ahead = 0  # steps that may have been sent after the one whose figures the caller gets
+    steps_ahead = 0  # steps that may have been sent after the one whose figures the caller gets
     captures = 0  # micro-steps captured so far
     graph = False  # whether steps are captured and replayed
     waited = 0.0  # seconds that the host waited for the device
@@ -134,7 +134,7 @@ class Pipeline(ABC):
             self.work.tail.fingerprint(self.work.arena.weights)
         self.count += 1
 
-    def _begin(self) -> None:  # noqa: B027 (a hook that a loop may leave out)
+    def _begin(self) -> None:  # noqa: B027 (a pipeline need not override it)
         """Called before every micro-batch."""
 
     @abstractmethod
@@ -272,7 +272,7 @@ class CapturedWork:
 class DevicePipeline(Pipeline):
     """Captures each micro-step and the update as CUDA graphs and replays them, or launches their kernels eagerly."""
 
-    ahead = AHEAD
+    steps_ahead = AHEAD
 
     def __init__(self, step: Step, graph: bool):
         self.work, self.graph = step, graph
@@ -283,7 +283,7 @@ class DevicePipeline(Pipeline):
         self.ahead_inputs: dict[BatchShape, CapturedWork] = {}  # of batches ahead of a step
         self.update_step = Captured(step.update_step, enabled=graph, pool=self.pool)
         self.free: dict[int, queue.SimpleQueue[TransferSlot]] = {}  # by size
-        self.rows = torch.empty(AHEAD + 2, len(step.uploaded), pin_memory=True)
+        self.hyper_rows = torch.empty(AHEAD + 2, len(step.uploaded), pin_memory=True)
         self.reports = torch.empty(AHEAD + 2, len(step.report), pin_memory=True)
         self.under_way: deque[tuple[int, Any, torch.cuda.Event]] = deque()
         self.ready: list[Figures] = []
@@ -374,15 +374,15 @@ class DevicePipeline(Pipeline):
         self.begun = True
 
     def _upload(self, hyper: Mapping[str, float]) -> None:
-        place = self.count % len(self.rows)
-        self.rows[place] = torch.tensor(self.work.row_of(hyper))
-        self.work.uploaded.copy_(self.rows[place], non_blocking=True)
+        place = self.count % len(self.hyper_rows)
+        self.hyper_rows[place] = torch.tensor(self.work.upload_of(hyper))
+        self.work.uploaded.copy_(self.hyper_rows[place], non_blocking=True)
 
     def _update(self) -> None:
         self.update_step()
 
     def _fetch_report(self, tag: Any) -> None:
-        place = self.count % len(self.rows)
+        place = self.count % len(self.hyper_rows)
         self.reports[place].copy_(self.work.report, non_blocking=True)
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream())

@@ -9,7 +9,7 @@ exactly the result of one batch that is N times as large, whatever their sizes.
 
 Nothing here reads a device value: hyperparameters and the divisor are a row of device scalars, the update count is a
 device scalar too, a non-finite gradient skips the update on the device, and the step's figures stay in `report` until
-the loop fetches them. Both functions take tensors of fixed shape, so that a CUDA graph can capture them.
+the loop fetches them. With batches of fixed shape a CUDA graph can capture both functions.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ import torch
 from graftune import spans
 from graftune.batch import PackedBatch
 from graftune.kernels import adamw, grad_norm, launch, matmul, rehearsal
-from graftune.kernels.blocks import BlockTable, spans_of
+from graftune.kernels.blocks import BlockTable, arena_spans
 from graftune.kernels.rehearsal import LOGITS
 from graftune.losses import CrossEntropy, Loss, checked, reference_of, sums_ahead
 from graftune.model.arena import Arena, Start
-from graftune.model.block import Stream
+from graftune.model.block import ResidualStream
 from graftune.model.context import Dropout, SideStreams
 from graftune.model.decoder import Decoder
 from graftune.model.feed_forward.routing import RoutingPass, RoutingSums
 from graftune.model.mixers.attention import Attention
 from graftune.model.tape import Tapes
 from graftune.step.scaler import LossScaler
-from graftune.step.tail import CONTROL_FLAGS, RankSignals, Reduce, Tail, signals
+from graftune.step.tail import CONTROLS, RankSignals, Reduce, Tail, signals
 
 # In fp16, sums are kept in this unit: the gradient of a sum over thousands of tokens, times the loss scale, would
 # overflow fp16 where the gradient of the mean does not. It is a power of two, so nothing is rounded.
@@ -74,9 +74,9 @@ class Step:
         self.eager_backend = eager_backend or attention_backend
         device = arena.device
         segments = arena.segments(clip_mode)
-        self.table = BlockTable.of(spans_of(segments, arena.decayed), device=device)
+        self.table = BlockTable.of(arena_spans(segments, arena.decayed), device=device)
         self.width = len(adamw.Hyper._fields)
-        self.live = torch.zeros(self.width + CONTROL_FLAGS, device=device)
+        self.live = torch.zeros(self.width + CONTROLS, device=device)
         self.row = self.live[: self.width]  # lr, betas, eps, decay, divisor, clip; followed by this rank's flags
         self.dropout_seed = torch.zeros((), dtype=torch.int64, device=device)  # read by the dropout kernels
         self.seed = seed
@@ -97,7 +97,7 @@ class Step:
         self.routed = slice(
             self.own_figures.stop, self.own_figures.stop + (self.routing.numbers if self.routing else 0)
         )
-        self.report = torch.zeros(self.routed.stop + (2 * CONTROL_FLAGS if reduce else 0), device=device)
+        self.report = torch.zeros(self.routed.stop + (2 * CONTROLS if reduce else 0), device=device)
         self.factors = torch.zeros(len(segments), device=device)
         self.ok = torch.zeros((), dtype=torch.bool, device=device)
         # Work queued on side streams keeps its tensors alive until it has run, so policies that save memory go without.
@@ -110,14 +110,14 @@ class Step:
 
     def set_hyper(self, values: Mapping[str, float]) -> None:
         """Upload lr, betas, eps, decay, the loss's divisor for the whole step, and clip."""
-        self.uploaded.copy_(torch.tensor(self.row_of(values)), non_blocking=True)
+        self.uploaded.copy_(torch.tensor(self.upload_of(values)), non_blocking=True)
 
     @property
     def uploaded(self) -> torch.Tensor:
         """The numbers the host uploads with every step: the hyperparameters and this rank's stop request."""
         return self.live[: self.width + 1]
 
-    def row_of(self, values: Mapping[str, float]) -> list[float]:
+    def upload_of(self, values: Mapping[str, float]) -> list[float]:
         """The numbers to upload, in order; the divisor is given in the unit of the sums."""
         row = [values[name] * (self.unit if name == "divisor" else 1.0) for name in adamw.Hyper._fields]
         return [*row, float(values.get("stop", 0))]
@@ -177,7 +177,7 @@ class Step:
                 tape,
             )
 
-    def grad_of_loss(self, stream: Stream, batch: PackedBatch, reference: torch.Tensor | None) -> torch.Tensor:
+    def grad_of_loss(self, stream: ResidualStream, batch: PackedBatch, reference: torch.Tensor | None) -> torch.Tensor:
         """Add the loss and its figures to their sums; returns the gradient of the residual stream's rows."""
         spans.phase("loss")
         scale = self.scaler.scale * self.unit if self.scaler else None

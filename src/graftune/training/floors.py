@@ -16,13 +16,13 @@ from graftune.data.pack import Capacities
 from graftune.io import user_cache
 from graftune.model.feed_forward.routing import LayerRouting
 from graftune.observe.console import Console
-from graftune.session import Parts
+from graftune.session import SessionParts
 from graftune.step import floor
 
 KIND, MOST = "floors", 200
 
 
-def lacks(parts: Parts) -> tuple[str, str] | None:
+def lacks(parts: SessionParts) -> tuple[str, str] | None:
     """Why there is no floor for these steps, in a word and in a sentence; None: there is one."""
     spec, recompute = parts.base.spec, parts.config.train.recompute
     if parts.runtime.device.type != "cuda":
@@ -36,7 +36,7 @@ def lacks(parts: Parts) -> tuple[str, str] | None:
     return None
 
 
-def key_of(parts: Parts, shape: Capacities, forwards: int) -> str:
+def key_of(parts: SessionParts, shape: Capacities, forwards: int) -> str:
     """Digest of everything that a floor depends on. It leaves out the lengths of single documents, because attention is
     a small share and a run has other documents in every batch, and, for the same reason, the rows of each expert."""
     card = torch.cuda.get_device_name(parts.runtime.device)
@@ -47,7 +47,7 @@ def key_of(parts: Parts, shape: Capacities, forwards: int) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def known(parts: Parts, shape: Capacities | None, forwards: int) -> float | None:
+def known(parts: SessionParts, shape: Capacities | None, forwards: int) -> float | None:
     """Milliseconds of a micro-batch, if they were measured. `forwards`: see step/floor.py."""
     if shape is None or lacks(parts):
         return None
@@ -60,7 +60,11 @@ def _stored(key: str) -> float | None:
 
 
 def work_of(
-    parts: Parts, shape: Capacities, lengths: tuple[int, ...], forwards: int, routing: Sequence[LayerRouting] = ()
+    parts: SessionParts,
+    shape: Capacities,
+    lengths: tuple[int, ...],
+    forwards: int,
+    routing: Sequence[LayerRouting] = (),
 ) -> floor.Work:
     """The work of a micro-batch. `lengths`: of its documents, adding up to its tokens. `routing`: of a step."""
     spec = parts.base.spec
@@ -96,7 +100,7 @@ def measured(key: str, work: floor.Work, device: torch.device, console: Console)
     return ms
 
 
-def packed_bytes(parts: Parts, *, experts: bool = False) -> float:
+def packed_bytes(parts: SessionParts, *, experts: bool = False) -> float:
     """Stored bytes per value of weights that each product dequantises (projections, or a mixture's experts); 0:
     products read the stored values directly."""
     form = parts.placement.format

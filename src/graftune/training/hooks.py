@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from graftune.observe.events import Event
-from graftune.session import Parts
+from graftune.session import SessionParts
 from graftune.settings.config import Config
 from graftune.spans import marked
 from graftune.step.evaluate import EvalResult
 from graftune.step.pipeline import Figures
-from graftune.training.ranks import SingleProcess
+from graftune.training.ranks import RunRanks
 from graftune.training.reporter import Reporter
 from graftune.training.signals import HANGUP, Interrupted, StopRequest
 from graftune.weights.checkpoint import Progress
@@ -68,9 +68,9 @@ class Hook:
 class RunState:
     """The state of a run that hooks receive."""
 
-    parts: Parts
+    parts: SessionParts
     folder: Path
-    ranks: SingleProcess
+    ranks: RunRanks
     report: Reporter  # the console and the log
     total: int  # steps of the whole run
     epoch_steps: Sequence[int]  # steps of each epoch

@@ -24,7 +24,7 @@ from graftune.data.template import usable_format
 from graftune.errors import GraftuneError, one_line
 from graftune.infer.sample import Sampling
 from graftune.losses import choose
-from graftune.session import Parts, text
+from graftune.session import SessionParts, text
 from graftune.settings.config import Config
 from graftune.settings.sources import DataValue
 from graftune.tokenizer import Tokenizer
@@ -64,7 +64,7 @@ class Questions:
         return tuple(len(question.tokens) for question in self.questions)
 
     def answers(
-        self, parts: Parts, count: int | None = None, *, adapted: bool, between: Callable[[int], None]
+        self, parts: SessionParts, count: int | None = None, *, adapted: bool, between: Callable[[int], None]
     ) -> list[text.Sample]:
         """Answer the first `count` questions (None: all), as many at once as fit the cache. `between` is called with
         the number of answers so far."""

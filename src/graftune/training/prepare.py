@@ -37,7 +37,7 @@ from graftune.observe.memory import forget_earlier_runs, forget_peak, human_byte
 from graftune.plan import Card, Job, Plan, any_data, is_absent, resolve_auto, round_data, runtime_for
 from graftune.run_folder import adapter_folder, with_adapter
 from graftune.runtime import Runtime, set_up
-from graftune.session import Parts, check_method, check_recompute, loader_of, open_session, reader_of
+from graftune.session import SessionParts, check_method, check_recompute, loader_of, open_session, reader_of
 from graftune.session.parts import UNPLANNED
 from graftune.session.references import with_references
 from graftune.settings import auto
@@ -46,7 +46,7 @@ from graftune.settings.sources import DataValue, label
 from graftune.step.evaluate import shape_of
 from graftune.tokenizer.template import today
 from graftune.training.metric import USUAL_RECORDS, Metric, check_best, check_metric, metric_of
-from graftune.training.ranks import SingleProcess
+from graftune.training.ranks import RunRanks
 from graftune.training.reserve import Reserver, left_by_others
 from graftune.training.resume import stretched, with_full_paths
 from graftune.training.run import PreparedRun
@@ -81,7 +81,7 @@ def prepare_run(
     console: Console,
     held: ExitStack,
     folder_for: Callable[[Config, DataValue], Path],
-    ranks: SingleProcess,
+    ranks: RunRanks,
     before: Config | None = None,
 ) -> Prepared:
     """Prepare a run. `folder_for` makes or finds the run folder, once the data was read; memory stays reserved until
@@ -132,7 +132,7 @@ def _planned(
     base: Base,
     data: RunData,
     console: Console,
-    ranks: SingleProcess,
+    ranks: RunRanks,
     held: ExitStack,
     resuming: bool,
     launched: Launched | None,
@@ -377,7 +377,7 @@ def training_job(
 
 
 def plan_session(
-    parts: Parts,
+    parts: SessionParts,
     data: Dataset | None,
     layout: BatchLayout,
     *,

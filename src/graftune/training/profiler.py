@@ -32,7 +32,7 @@ from graftune.arithmetic import ceil_div
 from graftune.data.pack import Capacities
 from graftune.io.files import write_file
 from graftune.observe.profile import Profile, read
-from graftune.session import Parts
+from graftune.session import SessionParts
 from graftune.spans import EVERY_LAYER, Clock, StampTurn, Timeline
 from graftune.step.pipeline import Pipeline
 from graftune.training.hooks import Hook, RunState
@@ -98,7 +98,7 @@ def profiled(loop: Pipeline, send: Send, device: torch.device, steps: int) -> Pr
             with recorder.step(turn):  # captures: not a sample
                 send()
         for _ in range(math.ceil(steps / len(turns))):
-            if loop.ahead:
+            if loop.steps_ahead:
                 send()
             began = clock.stamp()
             send()
@@ -149,7 +149,7 @@ def _plain(send: Send, clock: Clock) -> float:
     return clock.ms(began, ended)
 
 
-def facts_of(parts: Parts, shape: Capacities | None) -> dict[str, Any]:
+def facts_of(parts: SessionParts, shape: Capacities | None) -> dict[str, Any]:
     """The facts of the machine and of the model in a profile."""
     settings, runtime = parts.config.train, parts.runtime
     names = ("tokens_per_step", "tokens_per_micro_batch")
@@ -169,7 +169,7 @@ def facts_of(parts: Parts, shape: Capacities | None) -> dict[str, Any]:
 class ProfiledSteps(Hook):
     """`profile_every`, for runs of one process: with several ranks, a capture on one of them would delay the others."""
 
-    def __init__(self, parts: Parts, shape: Capacities | None, floor_ms: float | None = None):
+    def __init__(self, parts: SessionParts, shape: Capacities | None, floor_ms: float | None = None):
         loop, self.layers = parts.pipeline, len(parts.base.spec.layers)
         self.captured = loop.graph
         self.floor_ms = floor_ms

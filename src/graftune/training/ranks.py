@@ -1,4 +1,4 @@
-"""The ranks of a run, as its preparation and its loop use them. `SingleProcess` is a run of one process.
+"""The ranks of a run, as its preparation and its loop use them. `RunRanks` itself is a run of one process.
 
 Every rank does the same work in the same order, from the same settings and data, and holds the same weights. Only rank
 0 prints and writes files: the others know the name of the run folder, and get its content from rank 0. Nothing is
@@ -24,7 +24,7 @@ from graftune.observe.console import Console
 from graftune.observe.memory import free_bytes
 from graftune.ranks import Ranks
 from graftune.runtime import device_of
-from graftune.session import Parts
+from graftune.session import SessionParts
 from graftune.step.pipeline import Figures
 from graftune.weights.checkpoint import Progress
 
@@ -32,8 +32,8 @@ Made = TypeVar("Made")
 POLL_SECONDS = 0.2
 
 
-class SingleProcess:
-    """A run of one process, which is rank 0."""
+class RunRanks:
+    """The ranks of a run: here one process, which is rank 0; in `Distributed` several."""
 
     world: World | None = None
     leads = True  # whether this is rank 0
@@ -81,7 +81,7 @@ class SingleProcess:
     def finished(self, figures: Figures) -> None:
         """A step has finished."""
 
-    def spread(self, parts: Parts, progress: Progress) -> Progress:
+    def spread(self, parts: SessionParts, progress: Progress) -> Progress:
         """Copy rank 0's state, which it may have read from a checkpoint, to every rank."""
         return progress
 
@@ -93,7 +93,7 @@ class SingleProcess:
         """Call `work` if another rank or a fault ends the run."""
 
 
-class Distributed(SingleProcess):
+class Distributed(RunRanks):
     """One of the processes that a launcher has started for a run."""
 
     world: World
@@ -164,7 +164,7 @@ class Distributed(SingleProcess):
                 BUG,
             )
 
-    def spread(self, parts: Parts, progress: Progress) -> Progress:
+    def spread(self, parts: SessionParts, progress: Progress) -> Progress:
         arena, scaler = parts.arena, parts.step.scaler
         for tensor in (arena.weights, arena.m, arena.v, *([] if scaler is None else [scaler.state])):
             self.world.spread(tensor)

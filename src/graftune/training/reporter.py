@@ -25,7 +25,7 @@ from graftune.observe.plot import LivePlot
 from graftune.observe.progress import WorkProgress
 from graftune.observe.speed import NOTHING, Amounts, Meter, compared, is_far
 from graftune.plan import Plan
-from graftune.session import Parts
+from graftune.session import SessionParts
 from graftune.step.evaluate import EvalResult
 from graftune.step.flops import StepFlops
 from graftune.step.pipeline import Figures
@@ -54,7 +54,7 @@ class LiveSpeed:
         return Amounts(self.flops(facts["tokens"], facts["response_tokens"]), floor, idle)
 
 
-def live_speed(parts: Parts, examples: Sequence[Example], shape: Capacities | None) -> LiveSpeed:
+def live_speed(parts: SessionParts, examples: Sequence[Example], shape: Capacities | None) -> LiveSpeed:
     full = parts.config.train.method != "lora"
     forwards = parts.loss.forwards(parts.loss.layout(examples))
     flops = StepFlops.of(parts.base.spec, lengths_of(examples), full=full, forwards=forwards)
@@ -112,7 +112,7 @@ class Reporter:
             compiles = self.device.type == "cuda" and not self.host_seconds
             self.phase("compiling" if compiles else "training")
 
-    def sent(self, parts: Parts, step: int) -> None:
+    def sent(self, parts: SessionParts, step: int) -> None:
         """Report what the first batch of a shape causes: a choice of the fastest attention, and another capture."""
         backend, captures = parts.step.backend, parts.pipeline.captures
         if backend != (self._attention or parts.attention.backend):
@@ -201,12 +201,12 @@ class Reporter:
         """The terminal is gone: from here on only the log is written."""
         self.console, self.bar = Console(quiet=True), WorkProgress(self.total)
 
-    def end(self, parts: Parts, step: int, stopped: str, **figures: Any) -> None:
+    def end(self, parts: SessionParts, step: int, stopped: str, **figures: Any) -> None:
         """Log the end of a run, draw its picture and write its report."""
         self.log.emit("run_end", step=step, stopped=stopped, **figures | self.cost(parts))
         write_pictures(self.log.path.parent, self.live_plot, self.console.warn)
 
-    def cost(self, parts: Parts) -> dict[str, Any]:
+    def cost(self, parts: SessionParts) -> dict[str, Any]:
         """Host time of a step, captures, the attention backend and, on a GPU, the peak of its memory."""
         median = statistics.median(self.host_seconds) * 1000 if self.host_seconds else None
         cost: dict[str, Any] = {"captures": parts.pipeline.captures, "host_ms": median}

@@ -30,7 +30,7 @@ from graftune.io.files import write_file
 from graftune.observe.events import BEGINNINGS, Event, read_events
 from graftune.observe.memory import human_bytes
 from graftune.plan import Plan
-from graftune.session import Parts
+from graftune.session import SessionParts
 from graftune.settings import auto
 from graftune.settings.config import Config, leaves
 from graftune.settings.sections import OptimConfig, Resume, TrainConfig
@@ -236,7 +236,7 @@ def _keep_changes(state: RunState, checkpoints: Checkpoints, before: Length) -> 
         stored.replace(**kept).save(state.folder / "config.yaml")
 
 
-def computed_by(parts: Parts) -> dict[str, str]:
+def computed_by(parts: SessionParts) -> dict[str, str]:
     """Versions, device and attention backend: they decide the last bits of a run's numbers. Logged at every start."""
     runtime = parts.runtime
     on_cpu = {"cpu": torch.backends.cpu.get_cpu_capability()} if runtime.device.type == "cpu" else {}

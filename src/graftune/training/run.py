@@ -29,7 +29,7 @@ from graftune.observe.events import Event, EventLog
 from graftune.observe.memory import peak_resident_bytes
 from graftune.observe.trackers import Tracking
 from graftune.plan import Plan
-from graftune.session import Parts
+from graftune.session import SessionParts
 from graftune.settings.config import Config
 from graftune.spans import marked
 from graftune.step.pipeline import Figures
@@ -37,7 +37,7 @@ from graftune.training.checkpoints import Checkpoints
 from graftune.training.evaluation import Evaluation
 from graftune.training.guard import Guard, Halted
 from graftune.training.hooks import RunState
-from graftune.training.ranks import SingleProcess
+from graftune.training.ranks import RunRanks
 from graftune.training.reporter import LiveSpeed, Reporter
 from graftune.training.resume import find_checkpoint, identity, resume_folder, run_length
 from graftune.training.signals import HANGUP, Interrupted, SignalWatch
@@ -62,10 +62,10 @@ class PreparedRun:
     """A run that is ready for its first step."""
 
     folder: Path
-    parts: Parts
+    parts: SessionParts
     plan: Plan | None  # where memory is planned: on CUDA and on CPUs
     before: Config | None  # the settings so far of a run that is resumed
-    ranks: SingleProcess
+    ranks: RunRanks
 
 
 Callback = Callable[[Event], object]  # a user's function, which gets every event of the log
@@ -87,18 +87,18 @@ class Run(ABC):
     ):
         """`digests`: of the data, and of its tokenised examples. A checkpoint with others is not resumed from."""
         parts, ranks, config = prepared.parts, prepared.ranks, prepared.parts.config
-        length = self.before = run_length(steps_per_epoch, config.train)
-        if prepared.before is not None:  # before this resume
-            self.before = run_length(steps_per_epoch, prepared.before.train)
+        length = self.length_before = run_length(steps_per_epoch, config.train)
+        if prepared.before is not None:  # the settings before this resume
+            self.length_before = run_length(steps_per_epoch, prepared.before.train)
         same = identity(config, parts.base, *digests)
         self.parts, self.shape, self.callbacks = parts, shape, callbacks
         self.step, self.pipeline = parts.step, parts.pipeline
         self.found: Path | None = None  # the checkpoint to go on from
         if prepared.before is not None and ranks.leads:
-            self.found = find_checkpoint(prepared.folder, same, self.before.epoch_steps, console.warn)
+            self.found = find_checkpoint(prepared.folder, same, self.length_before.epoch_steps, console.warn)
         log = EventLog(prepared.folder / "metrics.jsonl" if ranks.leads else os.devnull, self._tell_event)
         report = Reporter(console, log, length.total, parts.runtime.device, prepared.plan, live)
-        epoch_steps = max(length.epoch_steps, self.before.epoch_steps, key=len)
+        epoch_steps = max(length.epoch_steps, self.length_before.epoch_steps, key=len)
         self.state = RunState(parts, prepared.folder, ranks, report, length.total, epoch_steps)
         self.checkpoints = Checkpoints(prepared.folder / "checkpoints", same)
         self.last: int | None = None  # the step after which all ranks stop, once one of them asks for it
@@ -116,7 +116,7 @@ class Run(ABC):
 
     def resume(self) -> None:
         """Go on in an existing folder from the latest whole checkpoint, or from the beginning if there is none yet."""
-        resume_folder(self.state, self.checkpoints, self.found, self.before, self.shape)
+        resume_folder(self.state, self.checkpoints, self.found, self.length_before, self.shape)
 
     def go(self) -> TrainResult:
         state = self.state
@@ -180,7 +180,7 @@ class Run(ABC):
 
     def _run_due(self) -> None:
         """Between two steps, stop if all ranks stop here. Otherwise run the hooks that are due, in their order: a
-        checkpoint follows an evaluation."""
+        checkpoint follows an evaluation, and precedes it too if `save_minutes` have passed."""
         state = self.state
         if self.last is not None and state.progress.step >= self.last:
             self.finish_steps()
@@ -212,8 +212,8 @@ class Run(ABC):
         if done.signals.stop:
             state.stop.signal = state.stop.signal or signal.SIGTERM
         if self.last is None and (done.signals.stop or self.guard.stops):
-            # A rank may have sent `ahead` further steps before it sees these figures: all stop after the last of them.
-            self.last = done.tag["step"] + self.pipeline.ahead
+            # A rank may have sent `steps_ahead` steps more before it sees these figures: all stop after the last one.
+            self.last = done.tag["step"] + self.pipeline.steps_ahead
 
     def _finish(self, stopped: str) -> dict[str, Any]:
         """Take the best weights, write the adapter or model, and let the hooks add to the summary. Rank 0 does it while
@@ -305,7 +305,7 @@ class Run(ABC):
             state.report.end(self.parts, state.progress.step, "interrupted", signal=int(number))
 
 
-def _trained(parts: Parts) -> str:
+def _trained(parts: SessionParts) -> str:
     """What was trained, in a few words."""
     values = f"{len(parts.arena.weights) / 1e6:.2f}M values"
     if parts.config.train.method != "lora":

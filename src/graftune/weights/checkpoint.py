@@ -1,5 +1,5 @@
-"""Checkpoints: the arena's three buffers (in fp16 the loss scale too) and the run's Progress, written aside, flushed
-and renamed.
+"""Checkpoints: the arena's weights and moments (in fp16 the loss scale too) and the run's Progress, written aside,
+flushed and renamed.
 
 A folder `step-N` is therefore whole or absent, at whatever moment the process dies. Progress is the step, the epoch,
 the step in the epoch and the early-stopping counters; there is no generator state, because shuffles and dropout follow
@@ -67,11 +67,12 @@ class Progress:
     first_metric: float | None = None  # as first_loss and best_loss, where a metric is set
     best_metric: float | None = None
     best_failed: int = 0  # calls of the metric that failed at the best step
-    own_shape: list[int] = field(default_factory=list)  # of micro-batches without a data set (Parts.own_shape)
+    own_shape: list[int] = field(default_factory=list)  # of micro-batches without a data set (SessionParts.own_shape)
 
 
 def is_sound(arena: Arena) -> bool:
-    """Whether weights and moments are finite: one NaN or Inf would spread to all weights in the next steps."""
+    """Whether weights, moments and the copy in the compute dtype are finite: one NaN or Inf would spread to all weights
+    in the next steps. In fp16 a weight beyond 65504 is infinite only in the copy."""
     return all(is_finite(buffer) for buffer in (*_buffers(arena).values(), arena.compute))
 
 

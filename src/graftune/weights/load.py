@@ -88,7 +88,7 @@ class _Placer:
     ):
         self.base, self.arena, self.lora, self.placement = base, arena, lora, placement
         self.spec, self.device, self.compute = base.spec, runtime.device, runtime.compute
-        self.on_gpu = launch.augments(runtime.device)
+        self.augments = launch.augments(runtime.device)
         self.float_format = cast(FloatFormat, FORMATS[runtime.compute_name])
         self.wanted = placement.format
         # A checkpoint in the quantised format asked for is loaded as stored, also the tensors it left unquantised.
@@ -125,7 +125,7 @@ class _Placer:
             ropes=tuple(rope.build().to(self.device) for rope in spec.ropes),
             device=self.device,
             compute=self.compute,
-            added=embed_rows,
+            new_rows=embed_rows,
             scratch=vars(self.builder).get("scratch"),
             layer_inputs=None if spec.layer_inputs is None else self.layer_inputs(spec.layer_inputs),
             embedding_norm=None if spec.embedding.norm_eps is None else self.unit_norm(spec.width),
@@ -306,11 +306,12 @@ class _PartPlacer:
     def projection(self, group: str) -> Projection:
         placer, members = self.placer, self.part.groups[group]
         adapter = lora_group(placer.arena, self.part, group, placer.lora, self.layer)
-        adapted = targets_of(placer.spec, placer.lora) if adapter is not None and placer.on_gpu else ()
+        adapted = targets_of(placer.spec, placer.lora) if adapter is not None and placer.augments else ()
         paths = [self.part.path(member) for member in members]
         adapter_columns = adapter_columns_of(paths, adapted, placer.lora.rank)
         names = [f"{self.stem}.{path}.weight" for path in paths]
         shapes = [self.part.projections[member] for member in members]
+        # Every projection of a model has a dropout mask of its own; no layer has more than 8 groups of them.
         mask_id = self.layer * 8 + self.first + list(self.part.groups).index(group)
         weight, form = placer.projection(names, shapes, adapter_columns)
         return form.projection(weight, adapter, mask_id, group)
@@ -330,7 +331,7 @@ class _PartPlacer:
             raise GraftuneError(
                 f"experts are not held in {form.name} here", where=placer.base.name, fix="use bf16, nf4 or keep"
             )
-        if not placer.on_gpu:
+        if not placer.augments:
             return PerExpert([placer.projection(one, shapes, 0)[0] for one in names])
         weight, _ = placer.projection([n for one in names for n in one], shapes * part.experts, 0)
         assert isinstance(weight, Augmented)

@@ -3,8 +3,9 @@
     m = b1 m + (1-b1) g     v = b2 v + (1-b2) g^2
     w = w - lr * ( (m / (1-b1^t)) / (sqrt(v / (1-b2^t)) + eps) + decay * w )
 
-`ok` is a device flag: if it is 0, nothing changes, not even the count, so a non-finite gradient costs one step and no
-state. Moments are updated with where(), not by multiplying with the flag, because 0 * inf is not 0.
+`ok` is a device flag: if it is 0, weights and moments stay as they are and only the gradient is zeroed, so a non-finite
+gradient costs one step and no state (`grad_norm.clip` has not counted the update then). Moments are updated with
+where(), not by multiplying with the flag, because 0 * inf is not 0.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def clip(
         report,
         factors,
         ok.view(torch.int8),
-        row if scaler_state is None else scaler_state,
+        row if scaler_state is None else scaler_state,  # read only where SCALED
         table.segments,
         table.longest,
         INTERVAL=INTERVAL,

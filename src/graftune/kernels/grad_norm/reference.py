@@ -2,8 +2,8 @@
 
     norm = ||g|| / (scale divisor)      factor = min(1, clip / (norm + 1e-6)) / (scale divisor)
 
-One factor contains the divisor (response tokens of the step), the clip and fp16's loss scale, so the update reads the
-gradient once more and it is never rewritten. All numbers stay on the device.
+One factor contains the divisor (response tokens of the step), the clip and fp16's loss scale, so no pass rescales the
+gradient before the update reads it. All numbers stay on the device.
 
 Squares are summed in fp32. A segment's ||g|| (not yet divided, still scaled) must stay below 1.8e19, the root of the
 largest fp32 number: a norm of 1e9 per token over 4,096 tokens with the largest loss scale is 2.7e17. Above it the norm

@@ -1,6 +1,7 @@
 """RMS norm over the last dimension: x [..., D], weight [D] in fp32. It computes in fp32 and returns x's dtype.
 
-`add_forward` and `add_backward` are the norm inside a block, fused with the residual add.
+`add_forward` and `add_backward` are the norm inside a block, fused with the residual add. `forward` and `backward` are
+plain torch on every device.
 """
 
 from __future__ import annotations

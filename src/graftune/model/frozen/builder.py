@@ -30,7 +30,7 @@ class WeightBuilder:
     workspaces: dict[str, Any] = field(default_factory=dict)  # buffers that the weights of a format share, by its name
 
     @cached_property
-    def on_gpu(self) -> bool:
+    def augments(self) -> bool:
         return launch.augments(self.device)
 
     @cached_property
@@ -48,14 +48,14 @@ class WeightBuilder:
     ) -> Frozen:
         """One weight whose rows are those of all sources, each in its format. `as_stored`: the formats are those of the
         file, and a CPU then leaves the tensors in the file."""
-        in_file = as_stored and not self.on_gpu
+        in_file = as_stored and not self.augments
         if in_file and not self.fetched:
             return Mapped([loaded(source) for source in sources], self.device, self.compute)
         if not in_file and len(set(formats)) == 1:
             weight = formats[0].weight(sources, self, adapter_columns)
             if weight is not None:
                 return weight
-        if not self.on_gpu:  # dequantised by pieces
+        if not self.augments:  # dequantised by pieces
             packed = [form.pack(source, self.device) for form, source in zip(formats, sources, strict=True)]
             return Mapped(packed, self.device, self.compute)
         members: list[Packed] = []

@@ -1,7 +1,8 @@
 """Causal attention over the documents of a pass: qkv in one product, bias, norms and rope in one kernel, attention, o.
 
 The forward saves the rotated qkv and attention's output; the backward undoes the rotation without its input. Weight
-gradients, which nothing waits for, run beside attention's backward, whose kernels leave much of the GPU idle.
+gradients that are deferred run beside attention's backward, whose kernels leave much of the GPU idle; the end of the
+block waits for them.
 
 A gate on attention's output is a part of the qkv product too. A gate with a projection of its own adds columns after
 q, k and v, and nothing else changes. With a gate inside q, each head is followed by its gate, as in checkpoints: the

@@ -53,7 +53,7 @@ class FloatFormat(WeightFormat):
         return FloatRows(tensor)
 
     def weight(self, sources: Sequence[RowSource], builder: WeightBuilder, adapter_columns: int) -> Frozen | None:
-        if builder.on_gpu and self.dtype != builder.compute:
+        if builder.augments and self.dtype != builder.compute:
             return None
         kind = Fetched if builder.fetched else Dense
         found = [loaded(source) for source in sources]
