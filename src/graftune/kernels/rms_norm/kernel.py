@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from graftune.kernels import launch
-from graftune.kernels.lora_linear.kernel import add_up
+from graftune.kernels.lora_linear.kernel import add_up  # sums partial results, also those of weight gradients
 
 PROGRAMS = 512  # programs that share the rows when a weight gradient is summed: nearly four per multiprocessor
 
