@@ -10,8 +10,8 @@ train: $(VENV)/run.stamp
 	$(BIN)/graftune train -c src/graftune/data/sample/support.yaml $(ARGS)
 
 # One worker a core and one more, since some tests wait for processes; one thread a worker: most tests are small and run
-# in Python. Each takes a file or so at a time, whose tests share what was made for them, and who is done first takes from
-# the other. Types are checked beside them: mypy uses one core, and would leave the others idle.
+# in Python. Each takes a file or so at a time, whose tests share what was made for them, and an idle worker takes
+# files from a busy one. Types are checked beside them: mypy uses one core, and would leave the others idle.
 # pytest rewrites every assert of a fresh clone for half a minute, for messages with more in them: that is done only of
 # tests that failed, which run once more.
 WORKERS = $(shell $(PYTHON) -c 'import os; print(min(8, 1 + (os.cpu_count() or 1)))')

@@ -28,14 +28,14 @@ import torch
 from safetensors.torch import save_file
 from tests.losses import given_rewards, preferred, sampled
 from tests.support import oracle, tiny
-from tools.store_preferences import Alone, trainer
+from tools.store_preferences import SingleProcess, trainer
 
 from graftune.batch import Example
 
 FIGURES = {"clip_ratio/region_mean": "clipped", "cispo_clip_ratio": "clipped", "kl": "kl"}
 
 
-class OneProcess(Alone):
+class OneProcess(SingleProcess):
     num_processes, process_index, sync_gradients, is_main_process = 1, 0, True, False
 
     def reduce(self, value: Any, reduction: str = "sum") -> Any:

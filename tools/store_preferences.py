@@ -49,7 +49,7 @@ def padded(examples: list[Example], prefix: str = "") -> dict[str, torch.Tensor]
     }
 
 
-class Alone:
+class SingleProcess:
     """Stands for accelerate's Accelerator in one process."""
 
     device = torch.device("cpu")
@@ -64,7 +64,8 @@ def trainer(kind: type, model: Any, **attributes: Any) -> Any:
     """A trainer without its constructor, which wants files and data sets."""
     made = kind.__new__(kind)
     common = {
-        "model": model, "accelerator": Alone(), "_metrics": {"train": defaultdict(list)}, "aux_loss_enabled": False,
+        "model": model, "accelerator": SingleProcess(), "_metrics": {"train": defaultdict(list)},
+        "aux_loss_enabled": False,
         "ref_model": None, "precompute_ref_logps": False, "_total_train_tokens": 0, "_tp_size": 1,
         "args": SimpleNamespace(gradient_checkpointing_kwargs=None),
     }  # fmt: skip

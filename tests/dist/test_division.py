@@ -16,7 +16,7 @@ from graftune.ranks import Share
 from graftune.settings.sections import LoraConfig
 from graftune.step.evaluate import evaluate
 from graftune.step.step import Step
-from graftune.step.tail import CONTROLS, PIECES, Tail, signals
+from graftune.step.tail import CONTROL_FLAGS, PIECES, Tail, signals
 from tests.support import oracle, tiny
 
 
@@ -106,7 +106,7 @@ def test_an_evaluation_is_the_same_to_the_last_bit(tiny_folder) -> None:
 
 
 def test_weights_that_differ_are_noticed() -> None:
-    said = torch.zeros(3, CONTROLS)
+    said = torch.zeros(3, CONTROL_FLAGS)
     weights = torch.randn(3, 10_000)
     weights[1:] = weights[0]
 
@@ -116,7 +116,7 @@ def test_weights_that_differ_are_noticed() -> None:
             tail.fingerprint(own)
             tail.fill()
         total = sum(tail.summed_flags for tail in tails)
-        found = torch.zeros(3, 2 * CONTROLS)
+        found = torch.zeros(3, 2 * CONTROL_FLAGS)
         for tail, row in zip(tails, found, strict=True):
             tail.summed_flags.copy_(total)
             tail.report(row)

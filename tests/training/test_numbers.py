@@ -110,7 +110,7 @@ def test_skipped_updates_in_a_row_stop_the_run_and_a_resume_goes_on_from_before(
         patched.setattr(Trainer, "_send", poisoned)
         patched.setattr(parts, "pipeline_for", lambda step, graph: kind(step))
         if kind is LatePipeline:
-            patched.setattr(LatePipeline, "ahead", 2)
+            patched.setattr(LatePipeline, "steps_ahead", 2)
         with pytest.raises(GraftuneError) as stopped:
             train(asked("run"), console=QUIET)
     run, said = tmp_path / "run", str(stopped.value)

@@ -29,7 +29,7 @@ from graftune.data.header import Header, locate, units
 from graftune.data.missing import NOT_RENDERED, not_rendered
 from graftune.data.row import Refusal, quoted
 from graftune.data.tags import TAG, tag_kind, unclosed
-from graftune.data.turn_places import Place, RenderedTurn, places
+from graftune.data.turn_places import RenderedTurn, TurnPlace, places
 from graftune.data.turns import Message
 
 OTHER_PROMPT = {
@@ -55,7 +55,7 @@ class Passage(NamedTuple):
     """One example before tokenising. `messages` and `trained` are what it was rendered from, for cutting it shorter."""
 
     text: str
-    turns: tuple[Place, ...]  # what is trained, in characters
+    turns: tuple[TurnPlace, ...]  # what is trained, in characters
     messages: list[Message]
     trained: tuple[int, ...]
     tools: list[Any] | None = None
@@ -120,7 +120,7 @@ class ChatTurns:
     def passage(
         self,
         text: str,
-        turns: Sequence[Place],
+        turns: Sequence[TurnPlace],
         messages: list[Message],
         trained: Sequence[int],
         tools: list[Any] | None,
@@ -183,7 +183,7 @@ class ChatTurns:
             if self.train_reasoning == "not_empty" and not empty:
                 skipped = 0
         text = prompt + answer
-        return RenderedTurn(text, Place(len(prompt), len(prompt) + skipped, len(text), tuple(notes)))
+        return RenderedTurn(text, TurnPlace(len(prompt), len(prompt) + skipped, len(text), tuple(notes)))
 
     def _moved_reasoning(self, messages: list[Message], full: str) -> list[Message] | None:
         """The conversation with reasoning moved from the last content to the field that the template reads, where

@@ -25,7 +25,7 @@ FEW = 24  # trained turns: up to here, rendering each beginning takes no longer
 CHECKED = 4  # parts of a long conversation between which a turn is rendered both ways
 
 
-class Place(NamedTuple):
+class TurnPlace(NamedTuple):
     """A trained turn in the text of a conversation, in characters."""
 
     prompt: int  # where the prompt before it ends
@@ -38,7 +38,7 @@ class RenderedTurn(NamedTuple):
     """A trained turn as the last of its conversation: the text up to its end token, and the turn's place in it."""
 
     text: str
-    place: Place
+    place: TurnPlace
 
 
 Render = Callable[[list[Message]], RenderedTurn]  # a conversation's last message as a trained turn
@@ -46,7 +46,7 @@ Render = Callable[[list[Message]], RenderedTurn]  # a conversation's last messag
 
 def places(
     render: Render, messages: list[Message], trained: Sequence[int], begun: dict[int, RenderedTurn]
-) -> list[Place] | None:
+) -> list[TurnPlace] | None:
     """The places of the trained turns in the text of the last one; None if that text does not start with the text of
     each, so that they cannot be trained in one text. `begun` collects the turns whose prefixes were rendered."""
     if len(trained) <= FEW:
@@ -71,7 +71,7 @@ def places(
 
 def _rendered(
     render: Render, messages: list[Message], trained: Sequence[int], begun: dict[int, RenderedTurn]
-) -> list[Place] | None:
+) -> list[TurnPlace] | None:
     """The places of turns by rendering their prefixes, from the last to the first: a template that rewrites earlier
     turns mostly rewrites the last but one."""
     for i in reversed(trained):
@@ -94,7 +94,7 @@ def _questions(messages: list[Message]) -> list[int]:
 
 def _in_window(
     render: Render, messages: list[Message], at: tuple[int, int, int], text: str, reached: int
-) -> Place | None:
+) -> TurnPlace | None:
     """Where turn i lies in `text`, in which the trained turn before it ends at `reached`; None if the window does not
     match. `at`: that turn's question, that turn, and i."""
     question, before, i = at
@@ -111,4 +111,4 @@ def _in_window(
     if not second.text.startswith(first.text) or second.place.prompt < size or not text.startswith(added, reached):
         return None
     prompt, start, end, notes = second.place
-    return Place(reached + prompt - size, reached + start - size, reached + end - size, notes)
+    return TurnPlace(reached + prompt - size, reached + start - size, reached + end - size, notes)

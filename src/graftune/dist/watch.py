@@ -233,7 +233,7 @@ class Watch:
     def _count_readers(self, more: int = 0) -> int:
         """The number of ranks that have read the fault."""
         try:
-            return int(self._store.add("heard", more))
+            return int(self._store.add("fault_readers", more))
         except RuntimeError:
             return self.ranks.size
 

@@ -179,7 +179,7 @@ def _peft(source: ExportSource, place: Path, kind: str, console: Console, naming
     done = Exported(place, sorted(place.iterdir()), {"rank": adapter.lora.rank})
     if source.base.kind == "gguf":
         done.notes.append(
-            "PEFT wants the base as a Hugging Face folder: graftune export "
+            "PEFT needs the base as a Hugging Face folder: graftune export "
             f"{source.base.name or source.base.path} --to merged writes one"
         )
     return done
@@ -196,7 +196,7 @@ def _gguf_lora(source: ExportSource, place: Path, kind: str, console: Console) -
         done.notes.append(f"llama.cpp: llama-cli -m {base.path} --lora {place}")
     else:
         done.notes.append(
-            "llama.cpp wants a GGUF of the base beside it: graftune export "
+            "llama.cpp needs a GGUF of the base beside it: graftune export "
             f"{base.name or base.path} --to gguf --type F16 writes one"
         )
     _add_modelfile(done, source, base, weights=base.path, adapter=place)

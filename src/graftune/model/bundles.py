@@ -36,13 +36,13 @@ SMALL = 4096  # bytes; smaller tensors (such as the table of NF4's scales) stay 
 LARGEST_PIECE, SMALLEST_PIECE = 64 << 20, 64 << 10  # bytes that are copied from host memory at once
 
 Key = int | str  # a block's number, EMBEDDING or HEAD
-Place = Callable[[torch.Tensor], torch.Tensor]
+MoveTensor = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Movable(Protocol):
     """A frozen weight whose tensors can be moved."""
 
-    def move(self, place: Place) -> None:
+    def move(self, place: MoveTensor) -> None:
         """Replaces each tensor by the result of `place`, a tensor of the same shape; always in the same order."""
 
 
@@ -250,7 +250,7 @@ class Bundles:
         pieces[-1][0].arrived = arrived
 
 
-def _large(place: Place) -> Place:
+def _large(place: MoveTensor) -> MoveTensor:
     return lambda tensor: tensor if tensor.nbytes < SMALL else place(tensor)
 
 

@@ -5,7 +5,8 @@ may be attached to: the arena, the loader, exports and the plan use the spec and
 The part itself computes: forward, backward, what it saves and what it recomputes. block.py adds what all parts have in
 common: norms before and after them and the residual stream.
 
-To add a kind of layer, write both in one file of mixers/ or feed_forward/ and name it in spec.py (docs/extending.md).
+To add a kind of layer, write both in one file of mixers/ or feed_forward/, and put the spec into the layers of a family
+(docs/extending.md).
 
 Legend: T tokens, D width of the residual stream.
 """

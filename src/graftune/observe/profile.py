@@ -40,7 +40,7 @@ class Times(NamedTuple):
     calls: float
 
 
-Place = tuple[str, int | None]  # phase, and layer; None: outside of the layers
+LayerPhase = tuple[str, int | None]  # phase, and layer; None: outside of the layers
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class StepSample:
     # Added up once: a run that is profiled every so often makes a document of the same samples many times.
 
     @cached_property
-    def operations(self) -> dict[Place, dict[Name, Times]]:
-        found: dict[Place, dict[Name, Times]] = defaultdict(dict)
+    def operations(self) -> dict[LayerPhase, dict[Name, Times]]:
+        found: dict[LayerPhase, dict[Name, Times]] = defaultdict(dict)
         for span in self.spans:
             inside = found[span.name[:2]]
             ms, calls = inside.get(span.name, (0.0, 0.0))
@@ -62,7 +62,7 @@ class StepSample:
         return dict(found)
 
     @cached_property
-    def places(self) -> dict[Place, float]:
+    def places(self) -> dict[LayerPhase, float]:
         return {place: sum(times.ms for times in inside.values()) for place, inside in self.operations.items()}
 
     @cached_property
@@ -106,9 +106,9 @@ class Profile:
     def step_ms(self) -> float:
         return statistics.fmean(sample.total for sample in self.samples)
 
-    def by_layer(self) -> dict[Place, float]:
+    def by_layer(self) -> dict[LayerPhase, float]:
         """Milliseconds of a step, by phase and layer."""
-        found: dict[Place, float] = {}
+        found: dict[LayerPhase, float] = {}
         whole: dict[tuple[str, bool], float] = defaultdict(float)
         for sample in self.samples:
             for (phase, layer), ms in sample.places.items():
@@ -188,7 +188,7 @@ class Profile:
         }
         return found | {"bottleneck": bottleneck(found)}
 
-    def _phases(self, layers: Mapping[Place, float]) -> list[dict[str, Any]]:
+    def _phases(self, layers: Mapping[LayerPhase, float]) -> list[dict[str, Any]]:
         names = sorted({phase for phase, _ in layers}, key=_order)
         rows = []
         for name in names:
@@ -252,7 +252,7 @@ def _order(phase: str) -> tuple[int, str]:
     return (PHASES.index(phase) if phase in PHASES else len(PHASES), phase)
 
 
-def _layer_rows(layers: Mapping[Place, float]) -> list[dict[str, Any]]:
+def _layer_rows(layers: Mapping[LayerPhase, float]) -> list[dict[str, Any]]:
     """Milliseconds per layer, forward and backward. Recomputation counts as part of the backward pass that needs it."""
     ways = {"forward": ("reference", "forward"), "backward": ("recompute", "backward")}
     indices = sorted({layer for _, layer in layers if layer is not None})
@@ -278,7 +278,7 @@ def hotspots(operations: Mapping[Name, float], whole: float) -> list[dict[str, A
     return sorted(found, key=lambda row: -row["ms"])
 
 
-def _tree(layers: Mapping[Place, float], operations: Mapping[Name, Times], whole: float) -> dict[str, Any]:
+def _tree(layers: Mapping[LayerPhase, float], operations: Mapping[Name, Times], whole: float) -> dict[str, Any]:
     def leaves(phase: str, layer: int | None) -> list[dict[str, Any]]:
         mine = {name: times for name, times in operations.items() if name[:2] == (phase, layer)}
         return [{"name": name.operation, "ms": times.ms, "children": []} for name, times in mine.items()]

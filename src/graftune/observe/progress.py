@@ -17,7 +17,7 @@ from typing import Any
 from graftune.errors import printable
 from graftune.observe.speed import NOTHING, Amounts, Meter, clock_text
 
-Clock = Callable[[], float]
+ReadTime = Callable[[], float]
 TRAINING = "training"
 AT_LEAST = 1.0  # seconds between two plain lines
 SILENCE = 4.0  # longest silence of plain output in seconds, at the beginning; grows with the work to LONGEST
@@ -36,7 +36,9 @@ def longest_silence(age: float) -> float:
 class WorkProgress:
     """What `Console.progress` yields; this one, used when quiet, shows nothing."""
 
-    def __init__(self, total: int, done: int = 0, label: str = TRAINING, unit: str = "", clock: Clock = time.monotonic):
+    def __init__(
+        self, total: int, done: int = 0, label: str = TRAINING, unit: str = "", clock: ReadTime = time.monotonic
+    ):
         self.total, self.done, self.label, self.unit, self.clock = total, done, label, unit, clock
         self.meter = Meter(total, done, clock=clock)
         self.began = clock()
@@ -116,7 +118,7 @@ class LineProgress(WorkProgress):
         write: Callable[[str], None],
         *,
         unit: str = "",
-        clock: Clock = time.monotonic,
+        clock: ReadTime = time.monotonic,
     ) -> None:
         super().__init__(total, done, label, unit, clock)
         self._write = write
@@ -168,7 +170,7 @@ class BarProgress(WorkProgress):
         write: Callable[[str], None],
         *,
         unit: str = "",
-        clock: Clock = time.monotonic,
+        clock: ReadTime = time.monotonic,
     ):
         super().__init__(total, done, label, unit, clock)
         self._bar, self._write, self._last = bar, write, clock()

@@ -33,7 +33,7 @@ from graftune.settings.sources import DataValue, label
 from graftune.tokenizer import Tokenizer
 from graftune.tokenizer.template import today
 from graftune.training.prepare import opened, opened_to_plan, plan_session, training_job, with_auto
-from graftune.training.ranks import RunRanks
+from graftune.training.ranks import SingleProcess
 from graftune.training.run import PreparedRun
 from graftune.weights.base import Base
 
@@ -76,7 +76,7 @@ def prepare_rl(
     console: Console,
     held: ExitStack,
     folder_for: Callable[[Config, DataValue], Path],
-    ranks: RunRanks,
+    ranks: SingleProcess,
     before: Config | None = None,
 ) -> PreparedRl:
     """Prepare a run. `folder_for` makes or finds its folder, once its data was read; what it opens is closed with

@@ -34,8 +34,8 @@ from graftune.model.arena import Start
 from graftune.model.decoder import Decoder
 from graftune.ranks import WHOLE, Share
 
-Between = Callable[[int], None]  # called with the number of examples done so far
-Gather = Callable[[list[Any]], list[list[Any]]]  # this rank's list of JSON values -> all ranks' lists
+OnProgress = Callable[[int], None]  # called with the number of examples done so far
+GatherLists = Callable[[list[Any]], list[list[Any]]]  # this rank's list of JSON values -> all ranks' lists
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ def evaluate(
     loss: Loss | None = None,
     adapted: bool = True,
     backend: str = "cpu",
-    between: Between = lambda done: None,
+    between: OnProgress = lambda done: None,
     share: Share = WHOLE,
-    gather: Gather = lambda sums: [sums],
+    gather: GatherLists = lambda sums: [sums],
     start: Start | None = None,
 ) -> EvalResult:
     """Compute means over all the data (not means of batches), by the loss's divisor. Without a `loss`: cross-entropy
@@ -113,7 +113,7 @@ def reference_pass(
     *,
     capacity: int,
     backend: str = "cpu",
-    between: Between = lambda done: None,
+    between: OnProgress = lambda done: None,
     share: Share = WHOLE,
     start: Start | None = None,
 ) -> torch.Tensor:
@@ -141,7 +141,7 @@ def _batches(
     layout: BatchLayout,
     backend: str,
     share: Share,
-    between: Between,
+    between: OnProgress,
 ) -> Iterator[tuple[int, list[int], PackedBatch, int | None]]:
     """This rank's batches of all the data, in order: the number of each, its examples, the batch on the device, and the
     bound on the length of its documents if it has a fixed shape."""

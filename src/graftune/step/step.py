@@ -33,7 +33,7 @@ from graftune.model.feed_forward.routing import RoutingPass, RoutingSums
 from graftune.model.mixers.attention import Attention
 from graftune.model.tape import Tapes
 from graftune.step.scaler import LossScaler
-from graftune.step.tail import CONTROLS, RankSignals, Reduce, Tail, signals
+from graftune.step.tail import CONTROL_FLAGS, RankSignals, Reduce, Tail, signals
 
 # In fp16, sums are kept in this unit: the gradient of a sum over thousands of tokens, times the loss scale, would
 # overflow fp16 where the gradient of the mean does not. It is a power of two, so nothing is rounded.
@@ -76,7 +76,7 @@ class Step:
         segments = arena.segments(clip_mode)
         self.table = BlockTable.of(arena_spans(segments, arena.decayed), device=device)
         self.width = len(adamw.Hyper._fields)
-        self.live = torch.zeros(self.width + CONTROLS, device=device)
+        self.live = torch.zeros(self.width + CONTROL_FLAGS, device=device)
         self.row = self.live[: self.width]  # lr, betas, eps, decay, divisor, clip; followed by this rank's flags
         self.dropout_seed = torch.zeros((), dtype=torch.int64, device=device)  # read by the dropout kernels
         self.seed = seed
@@ -97,7 +97,7 @@ class Step:
         self.routed = slice(
             self.own_figures.stop, self.own_figures.stop + (self.routing.numbers if self.routing else 0)
         )
-        self.report = torch.zeros(self.routed.stop + (2 * CONTROLS if reduce else 0), device=device)
+        self.report = torch.zeros(self.routed.stop + (2 * CONTROL_FLAGS if reduce else 0), device=device)
         self.factors = torch.zeros(len(segments), device=device)
         self.ok = torch.zeros((), dtype=torch.bool, device=device)
         # Work queued on side streams keeps its tensors alive until it has run, so policies that save memory go without.

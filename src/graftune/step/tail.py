@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 PIECES, BITS = 8, 8
-CONTROLS = 1 + PIECES  # stop request, then the fingerprint
-_CONTROLS_START = 2  # the loss sum and the token sum come first
-_FIGURES = _CONTROLS_START + CONTROLS
+CONTROL_FLAGS = 1 + PIECES  # stop request, then the fingerprint
+_FLAGS_START = 2  # the loss sum and the token sum come first
+_FIGURES = _FLAGS_START + CONTROL_FLAGS
 PART = 1 << 22  # weights summed at once: a CPU makes an int64 copy of them
 
 
@@ -46,9 +46,9 @@ class Tail:
     """Views of `tail`, the numbers after the gradients. `own_flags`: this rank's control flags, on the device."""
 
     def __init__(self, tail: torch.Tensor, own_flags: torch.Tensor, figures: int):
-        assert _FIGURES + figures <= len(tail) and own_flags.shape == (CONTROLS,)
+        assert _FIGURES + figures <= len(tail) and own_flags.shape == (CONTROL_FLAGS,)
         self.loss_sum, self.token_sum, self.figure_sums = tail[0], tail[1], tail[_FIGURES : _FIGURES + figures]
-        self.summed_flags, self.own_flags = tail[_CONTROLS_START:_FIGURES], own_flags
+        self.summed_flags, self.own_flags = tail[_FLAGS_START:_FIGURES], own_flags
         self.shifts = torch.arange(0, PIECES * BITS, BITS, device=tail.device)
 
     def zero(self) -> None:
@@ -62,8 +62,8 @@ class Tail:
 
     def report(self, out: torch.Tensor) -> None:
         """Copy the summed flags, then this rank's own, to the end of the step's report."""
-        out[:CONTROLS].copy_(self.summed_flags)
-        out[CONTROLS:].copy_(self.own_flags)
+        out[:CONTROL_FLAGS].copy_(self.summed_flags)
+        out[CONTROL_FLAGS:].copy_(self.own_flags)
 
     def fingerprint(self, weights: torch.Tensor) -> None:
         self.own_flags[1:].copy_((bit_sum(weights) >> self.shifts) & (2**BITS - 1))
@@ -79,6 +79,6 @@ def bit_sum(weights: torch.Tensor) -> torch.Tensor:
 
 def signals(report: Sequence[Any], size: int) -> RankSignals:
     """Read the flags that `Tail.report` wrote, after the report was fetched."""
-    summed, own = report[:CONTROLS], report[CONTROLS:]
+    summed, own = report[:CONTROL_FLAGS], report[CONTROL_FLAGS:]
     differ = any(total != size * flag for total, flag in zip(summed[1:], own[1:], strict=True))
     return RankSignals(summed[0] > 0, differ)

@@ -18,6 +18,8 @@ from graftune.weights.checkpoint import Progress
 class Evaluation(Hook):
     """Measures the validation loss and the metric, keeps count of the best step, and lets the other hooks know."""
 
+    saves_before = True
+
     def __init__(self, examples: Sequence[Example], metric: Metric | None = None):
         self.examples, self.metric = examples, metric
         self.name = ""  # of the figure that chooses the best step, if it is not the loss

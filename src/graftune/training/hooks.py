@@ -19,7 +19,7 @@ from graftune.settings.config import Config
 from graftune.spans import marked
 from graftune.step.evaluate import EvalResult
 from graftune.step.pipeline import Figures
-from graftune.training.ranks import RunRanks
+from graftune.training.ranks import SingleProcess
 from graftune.training.reporter import Reporter
 from graftune.training.signals import HANGUP, Interrupted, StopRequest
 from graftune.weights.checkpoint import Progress
@@ -27,6 +27,8 @@ from graftune.weights.checkpoint import Progress
 
 class Hook:
     """Every method is optional. On several ranks each is called on all of them, in the same order."""
+
+    saves_before = False  # whether a checkpoint that is due is written before `run`, because that may take long
 
     def resumed(self, state: RunState, events: Sequence[Event]) -> None:
         """A run was resumed. `events` are those of its log, on rank 0; the other ranks get none."""
@@ -70,7 +72,7 @@ class RunState:
 
     parts: SessionParts
     folder: Path
-    ranks: RunRanks
+    ranks: SingleProcess
     report: Reporter  # the console and the log
     total: int  # steps of the whole run
     epoch_steps: Sequence[int]  # steps of each epoch

@@ -24,7 +24,7 @@ from graftune.ranks import Ranks, from_environment
 from graftune.settings.config import Config
 from graftune.training.folder import complete, new_folder, sweep
 from graftune.training.prepare import prepare_run
-from graftune.training.ranks import RunRanks, joined
+from graftune.training.ranks import SingleProcess, joined
 from graftune.training.resume import finished, stored_config
 from graftune.training.run import Callback, Run, TrainResult
 from graftune.training.signals import Stopped, noted_signals, raised_signals
@@ -57,7 +57,7 @@ def train(
     console.ignore_broken_pipes()
     if started is None:
         check_installed(track)
-        return _train(config, console, resume, overrides or {}, callbacks, RunRanks(), kind)
+        return _train(config, console, resume, overrides or {}, callbacks, SingleProcess(), kind)
     if not started.leads:
         console, callbacks = Console(silent=True), ()
     with joined(started, console) as ranks:
@@ -83,7 +83,7 @@ def _train(
     resume: str | None,
     overrides: dict[str, Any],
     callbacks: Sequence[Callback],
-    ranks: RunRanks,
+    ranks: SingleProcess,
     kind: RunKind,
 ) -> TrainResult:
     with ExitStack() as held:
@@ -139,7 +139,7 @@ def _resumed(
     overrides: dict[str, Any],
     held: ExitStack,
     callbacks: Sequence[Callback],
-    ranks: RunRanks,
+    ranks: SingleProcess,
     kind: RunKind,
 ) -> Run | TrainResult:
     """The run, ready to go on; or its result, if it is finished and nothing new is asked of it."""

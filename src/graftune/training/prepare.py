@@ -46,7 +46,7 @@ from graftune.settings.sources import DataValue, label
 from graftune.step.evaluate import shape_of
 from graftune.tokenizer.template import today
 from graftune.training.metric import USUAL_RECORDS, Metric, check_best, check_metric, metric_of
-from graftune.training.ranks import RunRanks
+from graftune.training.ranks import SingleProcess
 from graftune.training.reserve import Reserver, left_by_others
 from graftune.training.resume import stretched, with_full_paths
 from graftune.training.run import PreparedRun
@@ -81,7 +81,7 @@ def prepare_run(
     console: Console,
     held: ExitStack,
     folder_for: Callable[[Config, DataValue], Path],
-    ranks: RunRanks,
+    ranks: SingleProcess,
     before: Config | None = None,
 ) -> Prepared:
     """Prepare a run. `folder_for` makes or finds the run folder, once the data was read; memory stays reserved until
@@ -132,7 +132,7 @@ def _planned(
     base: Base,
     data: RunData,
     console: Console,
-    ranks: RunRanks,
+    ranks: SingleProcess,
     held: ExitStack,
     resuming: bool,
     launched: Launched | None,

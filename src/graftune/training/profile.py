@@ -26,7 +26,7 @@ from graftune.step.schedule import hyperparameters
 from graftune.training import floors
 from graftune.training.prepare import Prepared, prepare_run
 from graftune.training.profiler import facts_of, profiled
-from graftune.training.ranks import RunRanks
+from graftune.training.ranks import SingleProcess
 from graftune.weights import checkpoint
 from graftune.weights.checkpoint import Progress
 
@@ -38,7 +38,7 @@ def profile(config: Config, console: Console, steps: int) -> Profile:
     with ExitStack() as held:
         quiet = config.replace(samples=0, score=False)
         place = Path(config.run.out or ".")  # nothing is written there
-        prepared = prepare_run(quiet, console, held, lambda config, data: place, RunRanks())
+        prepared = prepare_run(quiet, console, held, lambda config, data: place, SingleProcess())
         return _profile(prepared, console, steps)
 
 

@@ -1,4 +1,4 @@
-"""The ranks of a run, as its preparation and its loop use them. `RunRanks` itself is a run of one process.
+"""The ranks of a run, as its preparation and its loop use them. `SingleProcess` itself is a run of one process.
 
 Every rank does the same work in the same order, from the same settings and data, and holds the same weights. Only rank
 0 prints and writes files: the others know the name of the run folder, and get its content from rank 0. Nothing is
@@ -32,7 +32,7 @@ Made = TypeVar("Made")
 POLL_SECONDS = 0.2
 
 
-class RunRanks:
+class SingleProcess:
     """The ranks of a run: here one process, which is rank 0; in `Distributed` several."""
 
     world: World | None = None
@@ -93,7 +93,7 @@ class RunRanks:
         """Call `work` if another rank or a fault ends the run."""
 
 
-class Distributed(RunRanks):
+class Distributed(SingleProcess):
     """One of the processes that a launcher has started for a run."""
 
     world: World

@@ -27,7 +27,7 @@ from graftune.plan.job import CONTEXT_BYTES
 from graftune.runtime import device_name, device_of, device_uuid
 from graftune.session import Session
 from graftune.settings.config import Config
-from graftune.training.ranks import RunRanks
+from graftune.training.ranks import SingleProcess
 
 RESOLVED = ("recompute", "tokens_per_micro_batch", "base_dtype", "base_on", "shard_base")  # the same on every rank
 UNIFIED_SHARE = 0.6  # where CPU and GPU share one memory; SHARE on other devices
@@ -85,7 +85,7 @@ class Reserver:
         held: ExitStack,
         *,
         task: str,
-        ranks: RunRanks,
+        ranks: SingleProcess,
     ):
         self.console, self.held, self.ranks = console, held, ranks
         self.seconds, self.task, self.group = config.run.wait_gpu, task, ranks.from_lead(lambda: os.urandom(16).hex())

@@ -34,10 +34,9 @@ from graftune.settings.config import Config
 from graftune.spans import marked
 from graftune.step.pipeline import Figures
 from graftune.training.checkpoints import Checkpoints
-from graftune.training.evaluation import Evaluation
 from graftune.training.guard import Guard, Halted
 from graftune.training.hooks import RunState
-from graftune.training.ranks import RunRanks
+from graftune.training.ranks import SingleProcess
 from graftune.training.reporter import LiveSpeed, Reporter
 from graftune.training.resume import find_checkpoint, identity, resume_folder, run_length
 from graftune.training.signals import HANGUP, Interrupted, SignalWatch
@@ -65,7 +64,7 @@ class PreparedRun:
     parts: SessionParts
     plan: Plan | None  # where memory is planned: on CUDA and on CPUs
     before: Config | None  # the settings so far of a run that is resumed
-    ranks: RunRanks
+    ranks: SingleProcess
 
 
 Callback = Callable[[Event], object]  # a user's function, which gets every event of the log
@@ -192,7 +191,7 @@ class Run(ABC):
             if hook.due(state):
                 self.finish_steps()
                 with state.report.meter.paused():
-                    if isinstance(hook, Evaluation) and self.checkpoints.overdue(state):  # an evaluation may take long
+                    if hook.saves_before and self.checkpoints.overdue(state):
                         self.checkpoints.save(state)
                     hook.run(state)
 

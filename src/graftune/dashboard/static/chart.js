@@ -318,8 +318,8 @@ export class Chart {
       const [first, last] = [known[0], known[known.length - 1]];
       return `${line.label} from ${this.format(first[1])} at step ${first[0]} to ${this.format(last[1])} at step ${last[0]}`;
     });
-    const said = [...parts, ...this.marks.map(({ step, label }) => `${label} at step ${step}`)].filter(Boolean).join("; ") || "no data yet";
-    this.plot.setAttribute("aria-label", `${this.title}: ${said}. Arrow keys pan, plus and minus zoom.`);
+    const summary = [...parts, ...this.marks.map(({ step, label }) => `${label} at step ${step}`)].filter(Boolean).join("; ") || "no data yet";
+    this.plot.setAttribute("aria-label", `${this.title}: ${summary}. Arrow keys pan, plus and minus zoom.`);
   }
 
   // Rows at equal distances over the visible steps, made on demand.

@@ -12,7 +12,7 @@
   window.graftuneEarly = new Map();
   for (const path of paths) {
     const answer = fetch(path, { credentials: "same-origin" });
-    answer.catch(() => {}); // whoever takes it sees the failure and says it
+    answer.catch(() => {}); // the view that uses the answer reports the failure
     window.graftuneEarly.set(path, answer);
   }
   if (kind) {

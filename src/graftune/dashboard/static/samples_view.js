@@ -89,10 +89,10 @@ function roundAnswers(round) {
 
 // Only the steps at which an answer changed.
 function changes(answers, at, open) {
-  const told = answers.filter((sample) => sample.tuned !== null && sample.tuned !== undefined);
-  const changed = told.filter((sample, place) => place === 0 || sample.tuned !== told[place - 1].tuned);
-  if (told.length < 2) return null;
-  const summary = `${changed.length} different answers over ${told.length} steps asked`;
+  const answered = answers.filter((sample) => sample.tuned !== null && sample.tuned !== undefined);
+  const changed = answered.filter((sample, place) => place === 0 || sample.tuned !== answered[place - 1].tuned);
+  if (answered.length < 2) return null;
+  const summary = `${changed.length} different answers over ${answered.length} steps asked`;
   const rows = changed.map((sample) => el("li", {}, el("span", { class: "figure" }, `step ${count(sample.step)}`), el("span", { class: "text" }, sample.tuned)));
   return el("details", { data: { at }, open: open.has(String(at)) }, el("summary", {}, summary), el("ol", { class: "changes" }, rows));
 }

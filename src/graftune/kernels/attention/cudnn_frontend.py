@@ -78,7 +78,7 @@ def lacks(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
     if width % 16 or width > 128:
         return f"cuDNN's packed attention takes heads of up to 128 values, in sixteens; these have {width}"
     if launch.capability(device)[0] not in (9, 10):
-        return "cuDNN's packed attention wants a Hopper or Blackwell data centre GPU"
+        return "cuDNN's packed attention needs a Hopper or Blackwell data centre GPU"
     if launch.is_elsewhere(device):
         return None
     try:

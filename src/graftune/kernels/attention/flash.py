@@ -30,7 +30,7 @@ def lacks(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
     if width % 8 or width > 256:
         return f"torch's flash kernels take heads of up to 256 values, in eights; these have {width}"
     if launch.capability(device) < (8, 0):
-        return "torch's flash kernels want compute capability 8.0"
+        return "torch's flash kernels need compute capability 8.0"
     if not launch.is_elsewhere(device) and not torch.backends.cuda.is_flash_attention_available():
         return "this torch was built without its flash kernels"
     return None

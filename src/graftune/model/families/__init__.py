@@ -21,7 +21,7 @@ from graftune.model.families.llama import LLAMA
 from graftune.model.families.muse import MUSE
 from graftune.model.families.olmo import OLMO
 from graftune.model.families.qwen import QWEN
-from graftune.model.families.reading import Config
+from graftune.model.families.reading import FileConfig
 from graftune.model.families.refused import REFUSED
 from graftune.model.spec import ModelSpec
 from graftune.settings.targets import TARGETS, ordered_targets
@@ -69,12 +69,12 @@ def family_of(spec: ModelSpec) -> Family:
     return FAMILIES[spec.family]
 
 
-def is_multimodal(config: Config) -> bool:
+def is_multimodal(config: FileConfig) -> bool:
     """Whether a config.json describes a text-and-vision checkpoint, whose text model is under `text_config`."""
     return any(str(config.get("model_type", "")) in family.outer for family in FAMILIES.values())
 
 
-def from_config(config: Config, where: str) -> ModelSpec:
+def from_config(config: FileConfig, where: str) -> ModelSpec:
     """The spec that Hugging Face's config.json describes, in the spellings of old and new checkpoints. For a
     text-and-vision checkpoint it is the spec of the text model."""
     model_type = str(config.get("model_type", ""))
@@ -95,7 +95,7 @@ def from_config(config: Config, where: str) -> ModelSpec:
     return inside[text_type].spec(dict(text) | ({} if tied is None else {"tie_word_embeddings": tied}), where)
 
 
-def with_text_values(config: Config, values: Config) -> dict[str, Any]:
+def with_text_values(config: FileConfig, values: FileConfig) -> dict[str, Any]:
     """A config.json with these values set for its text model."""
     if not is_multimodal(config):
         return dict(config) | dict(values)
@@ -103,7 +103,7 @@ def with_text_values(config: Config, values: Config) -> dict[str, Any]:
     return changed | {key: values[key] for key in ("tie_word_embeddings",) if key in values}
 
 
-def from_gguf(metadata: Config, tensors: Mapping[str, Any], where: str) -> ModelSpec:
+def from_gguf(metadata: FileConfig, tensors: Mapping[str, Any], where: str) -> ModelSpec:
     """The spec that GGUF metadata describes. `tensors` (name -> anything with a shape) supplies what metadata lacks."""
     arch = str(metadata.get("general.architecture", ""))
     found = [family for family in FAMILIES.values() if family.arch == arch]
@@ -120,7 +120,7 @@ def by_architecture(arch: str) -> Family | None:
     return next((family for family in FAMILIES.values() if family.arch == arch), None)
 
 
-def _refused_inside(config: Config) -> str:
+def _refused_inside(config: FileConfig) -> str:
     """The model type of the text model in a checkpoint of an unknown outer type, if that text model is refused."""
     text = config.get("text_config")
     found = str(text.get("model_type", "")) if isinstance(text, Mapping) else ""

@@ -17,7 +17,7 @@ import torch
 
 from graftune.errors import GraftuneError
 from graftune.model.families import rope
-from graftune.model.families.reading import ACTIVATIONS, Config, Getter, check_supported
+from graftune.model.families.reading import ACTIVATIONS, FileConfig, Getter, check_supported
 from graftune.model.feed_forward.experts import ExpertsSpec
 from graftune.model.feed_forward.gated import GatedSpec
 from graftune.model.layer_spec import BranchPart, BranchSpec, LayerSpec, NormSpec
@@ -68,7 +68,7 @@ class Family:
     architecture: str = ""  # GGUF's name for it; "": `name`
     outer: tuple[str, ...] = ()  # model types of text-and-vision checkpoints whose text_config is of this family
     gguf_marker: str = ""  # a key that distinguishes its GGUFs from others of the same architecture
-    defaults: Config = field(default_factory=dict)  # transformers' defaults for keys that a configuration omits
+    defaults: FileConfig = field(default_factory=dict)  # transformers' defaults for keys that a configuration omits
     norms: tuple[str | None, ...] = BEFORE
     norm_offset: float = 0.0
     final_norm: str = "norm"
@@ -120,7 +120,7 @@ class Family:
 
     # Reading a configuration
 
-    def spec(self, config: Config, where: str, spelled: Mapping[str, str] | None = None) -> ModelSpec:
+    def spec(self, config: FileConfig, where: str, spelled: Mapping[str, str] | None = None) -> ModelSpec:
         """The spec that a configuration describes. `spelled`: names of its keys in the file, for messages."""
         check_supported(config, where, bias=self.bias)
         get = Getter(self.completed(config), where, spelled or {})
@@ -153,7 +153,7 @@ class Family:
         width, eps = get.whole("hidden_size"), get.number("rms_norm_eps", 1e-6)
         return NormSpec(self.final_norm, width, eps, self.norm_offset)
 
-    def completed(self, config: Config) -> dict[str, Any]:
+    def completed(self, config: FileConfig) -> dict[str, Any]:
         """The configuration with defaults for omitted keys, and with the key names that all families share."""
         return dict(self.defaults) | dict(config)
 
@@ -225,19 +225,19 @@ class Family:
 
     # Reading GGUF metadata
 
-    def from_gguf(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> ModelSpec:
+    def from_gguf(self, metadata: FileConfig, tensors: Mapping[str, Any], where: str) -> ModelSpec:
         spelled = {ours: f"{self.arch}.{theirs}" for ours, theirs in self.all_keys.items()}
         return self.spec(self.gguf_config(metadata, tensors, where), where, spelled)
 
-    def prediction_layers(self, config: Config) -> int:
+    def prediction_layers(self, config: FileConfig) -> int:
         """The number of layers that a folder stores after the model's own to predict further tokens."""
         return int(config.get(self.prediction_key) or 0) if self.prediction_key else 0
 
-    def prediction_blocks(self, metadata: Config) -> int:
+    def prediction_blocks(self, metadata: FileConfig) -> int:
         """The number of a GGUF's last blocks that predict further tokens; they are not layers of the model."""
         return int(metadata.get(f"{self.arch}.nextn_predict_layers") or 0)
 
-    def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def gguf_config(self, metadata: FileConfig, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
         """GGUF metadata as a configuration; `tensors` (name -> anything with a shape) supplies what metadata lacks."""
         if self.experts_by_key and bool(metadata.get(f"{self.arch}.expert_count")) != bool(self.experts_key):
             what = "has no experts" if self.experts_key else "is a mixture of experts"
@@ -350,7 +350,7 @@ class Family:
             **rope.gguf_keys(full, self.truncates_yarn),
         }
 
-    def gguf_vision_keys(self, config: Config) -> dict[str, Any]:
+    def gguf_vision_keys(self, config: FileConfig) -> dict[str, Any]:
         """GGUF keys that come from config.json, not from the spec: a text model computes the same without them, but a
         vision tower beside it needs them."""
         return {}
@@ -415,7 +415,7 @@ def _numbered(text: str) -> re.Pattern[str]:
     return re.compile(re.escape(text).replace("N", r"(\d+)"))
 
 
-def _renamed(name: str, stem: str, new_stem: str, block: Config, top: Config) -> str | None:
+def _renamed(name: str, stem: str, new_stem: str, block: FileConfig, top: FileConfig) -> str | None:
     """Translates a tensor's name by `block` (names inside layers) or `top` (all others); None if it is not there. The
     tables have whole names, or names without their last word (weight, bias)."""
     match = re.fullmatch(rf"{stem}\.(\d+)\.(.+)", name)

@@ -10,7 +10,7 @@ from typing import Any
 
 from graftune.errors import GraftuneError
 from graftune.model.families.common import Family
-from graftune.model.families.reading import Config, Getter
+from graftune.model.families.reading import FileConfig, Getter
 from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.spec import EmbeddingSpec, ModelSpec
 
@@ -59,7 +59,7 @@ class Gemma(Family):
     layers_by_width: int = 0  # llama.cpp divides the scores of a model with so many layers by the root of width / heads
     always_capped: bool = False  # llama.cpp soft-caps the scores of every model of the family
 
-    def completed(self, config: Config) -> dict[str, Any]:
+    def completed(self, config: FileConfig) -> dict[str, Any]:
         """The configuration with the activation that "gelu" means in the first checkpoints: the tanh approximation."""
         found = super().completed(config)
         return found | {"hidden_act": "gelu_pytorch_tanh"} if found.get("hidden_act") == "gelu" else found
@@ -71,7 +71,7 @@ class Gemma(Family):
         found, scalar = super().attention(get), get.config.get("query_pre_attn_scalar")
         return replace(found, score_scale=float(scalar) ** -0.5) if scalar else found
 
-    def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def gguf_config(self, metadata: FileConfig, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
         config = super().gguf_config(metadata, tensors, where)
         config |= {key: config.get(key) for key in CAPS}
         scale = metadata.get(f"{self.arch}.attention.scale")

@@ -25,7 +25,7 @@ from graftune.model import layer_inputs
 from graftune.model.families import rope
 from graftune.model.families.common import Family
 from graftune.model.families.gemma import AROUND
-from graftune.model.families.reading import Config, Getter
+from graftune.model.families.reading import FileConfig, Getter
 from graftune.model.feed_forward.experts import ExpertsSpec
 from graftune.model.feed_forward.gated import GatedSpec
 from graftune.model.feed_forward.per_layer import PerLayerSpec
@@ -55,7 +55,7 @@ OWN = ("head_dim", "num_key_value_heads")  # the keys that `per_layer_config` ma
 class Gemma4(Family):
     # Reading
 
-    def spec(self, config: Config, where: str, spelled: Mapping[str, str] | None = None) -> ModelSpec:
+    def spec(self, config: FileConfig, where: str, spelled: Mapping[str, str] | None = None) -> ModelSpec:
         if config.get("use_bidirectional_attention") == "vision":  # only image tokens attend to later ones
             config = dict(config) | {"use_bidirectional_attention": None}
         get = Getter(self.completed(config), where, spelled or {})
@@ -141,7 +141,7 @@ class Gemma4(Family):
 
     # GGUF
 
-    def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def gguf_config(self, metadata: FileConfig, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
         """A GGUF's usual keys describe the heads of layers without a window, keys in _swa those of the others."""
         config = super().gguf_config(metadata, tensors, where)
         layers, kinds = config["num_hidden_layers"], config.get("layer_types") or ()
@@ -257,7 +257,7 @@ def _own_values(get: Getter, full: list[bool]) -> list[dict[str, Any]]:
     return [own if is_full else {} for is_full in full]
 
 
-def _proportional(scaling: Config, where: str) -> dict[str, Any]:
+def _proportional(scaling: FileConfig, where: str) -> dict[str, Any]:
     """The rope parameters of layers without a window, derived from the frequency divisors of a GGUF."""
     divisors = list(scaling.get("divisors") or ())
     count = sum(divisor < NOT_ROTATED / 2 for divisor in divisors)

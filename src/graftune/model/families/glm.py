@@ -11,7 +11,7 @@ from typing import Any
 
 from graftune.model.families.common import Family
 from graftune.model.families.mixture import Mixture
-from graftune.model.families.reading import Config, Getter
+from graftune.model.families.reading import FileConfig, Getter
 from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.spec import ModelSpec
 
@@ -22,7 +22,7 @@ class Glm4(Family):
     def attention(self, get: Getter) -> AttentionSpec:
         return replace(super().attention(get), bias=bool(get.config["attention_bias"]))
 
-    def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def gguf_config(self, metadata: FileConfig, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
         return super().gguf_config(metadata, tensors, where) | {"attention_bias": "blk.0.attn_q.bias" in tensors}
 
     def config(self, spec: ModelSpec, where: str = "") -> dict[str, Any]:
@@ -35,7 +35,7 @@ class Glm4Moe(Mixture, Glm4):
     def attention(self, get: Getter) -> AttentionSpec:
         return replace(super().attention(get), qk_norm=bool(get.config["use_qk_norm"]))
 
-    def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def gguf_config(self, metadata: FileConfig, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
         return super().gguf_config(metadata, tensors, where) | {"use_qk_norm": "blk.0.attn_q_norm.weight" in tensors}
 
     def config(self, spec: ModelSpec, where: str = "") -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 from graftune.errors import GraftuneError
 from graftune.kernels.swiglu.reference import ALPHA, LIMIT
 from graftune.model.families.mixture import Mixture
-from graftune.model.families.reading import Config, Getter
+from graftune.model.families.reading import FileConfig, Getter
 from graftune.model.feed_forward.experts import ExpertsSpec
 from graftune.model.feed_forward.router import RouterSpec
 from graftune.model.spec import ModelSpec
@@ -31,7 +31,7 @@ YARN = {
 
 
 class GptOss(Mixture):
-    def completed(self, config: Config) -> dict[str, Any]:
+    def completed(self, config: FileConfig) -> dict[str, Any]:
         found = super().completed(config)
         if not found.get("rope_parameters") and not found.get("rope_scaling"):
             found["rope_scaling"] = YARN
@@ -49,7 +49,7 @@ class GptOss(Mixture):
     def router(self, get: Getter) -> RouterSpec:
         return RouterSpec(normalised=True, bias=True, name="router")
 
-    def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def gguf_config(self, metadata: FileConfig, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
         found = super().gguf_config(metadata, tensors, where)
         return found | {"rope_scaling": found["rope_scaling"] | {"truncate": False}}
 

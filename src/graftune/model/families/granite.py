@@ -13,7 +13,7 @@ from typing import Any
 
 from graftune.errors import GraftuneError
 from graftune.model.families.common import Family
-from graftune.model.families.reading import Config, Getter
+from graftune.model.families.reading import FileConfig, Getter
 from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.part import MixerSpec
 from graftune.model.spec import ModelSpec
@@ -69,7 +69,7 @@ GRANITE_SWA = {"attention_multiplier": 1.0, "rms_norm_eps": 1e-5, "sliding_windo
 
 
 class Granite4(Family):
-    def completed(self, config: Config) -> dict[str, Any]:
+    def completed(self, config: FileConfig) -> dict[str, Any]:
         found = super().completed(config)
         return found | {"intermediate_size": found.get("shared_intermediate_size", 1024)}
 
@@ -94,7 +94,7 @@ class Granite4(Family):
 
 
 class GraniteSwa(LayerThetas):
-    def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def gguf_config(self, metadata: FileConfig, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
         config = super().gguf_config(metadata, tensors, where)
         rotated = metadata.get(f"{self.arch}.attention.rope_pattern")
         return config | {"layer_rope_theta": [each * config["rope_theta"] for each in rotated] if rotated else None}

@@ -12,7 +12,7 @@ from typing import Any
 from graftune.errors import GraftuneError
 from graftune.model.families.common import Family
 from graftune.model.families.mixture import NUMBERED, Mixture, experts_of
-from graftune.model.families.reading import Config, Getter
+from graftune.model.families.reading import FileConfig, Getter
 from graftune.model.feed_forward.router import RouterSpec
 from graftune.model.layer_spec import NormSpec
 from graftune.model.mixers.attention import AttentionSpec
@@ -42,7 +42,7 @@ LFM3_ROPE = {
 
 
 class Lfm2(Family):
-    def completed(self, config: Config) -> dict[str, Any]:
+    def completed(self, config: FileConfig) -> dict[str, Any]:
         """The configuration with the common names of its keys, and with the feed-forward's adjusted width."""
         ffn = int(config.get("block_ff_dim") or config.get("intermediate_size") or 0)
         if config.get("block_auto_adjust_ff_dim", True):
@@ -65,7 +65,7 @@ class Lfm2(Family):
         pairs = zip(self.kinds(get), super().mixers(get), strict=True)
         return [conv if kind == "conv" else attention for kind, attention in pairs]
 
-    def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def gguf_config(self, metadata: FileConfig, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
         """A GGUF may list the key heads of each layer, with a zero for layers without attention."""
         config = super().gguf_config(metadata, tensors, where)
         config |= {"norm_eps": config["rms_norm_eps"], "block_auto_adjust_ff_dim": False}
@@ -98,7 +98,7 @@ class Lfm2(Family):
 class Lfm2Moe(Mixture, Lfm2):
     """LFM2 with experts. Its configuration states the feed-forward's width without LFM2's adjustment."""
 
-    def completed(self, config: Config) -> dict[str, Any]:
+    def completed(self, config: FileConfig) -> dict[str, Any]:
         return super().completed(dict(self.defaults) | dict(config) | {"block_auto_adjust_ff_dim": False})
 
     def router(self, get: Getter) -> RouterSpec:
@@ -120,7 +120,7 @@ class Lfm2Moe(Mixture, Lfm2):
 
 
 class Lfm3(Lfm2):
-    def completed(self, config: Config) -> dict[str, Any]:
+    def completed(self, config: FileConfig) -> dict[str, Any]:
         """The configuration with defaults, among them transformers' rope for each kind of layer."""
         found = dict(self.defaults) | dict(config)
         return found | {"rms_norm_eps": found["norm_eps"], "rope_parameters": found.get("rope_parameters") or LFM3_ROPE}

@@ -14,7 +14,7 @@ from typing import Any
 
 from graftune.model.families.common import Family
 from graftune.model.families.mixture import NUMBERED, Mixture
-from graftune.model.families.reading import Config, Getter
+from graftune.model.families.reading import FileConfig, Getter
 from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.part import MixerSpec
 from graftune.model.rotary import RopeSpec, yarn_attention
@@ -56,7 +56,7 @@ class SmolLm3(Family):
 class Ministral3(Family):
     """Multiplies queries by 1 + beta * log(1 + position // original length); beta is one of rope's settings."""
 
-    def completed(self, config: Config) -> dict[str, Any]:
+    def completed(self, config: FileConfig) -> dict[str, Any]:
         found = super().completed(config)
         stated = any(found.get(key) for key in ("rope_parameters", "rope_scaling", "rope_theta"))
         return found if stated else found | {"rope_parameters": MINISTRAL3_ROPE}
@@ -70,7 +70,7 @@ class Ministral3(Family):
         full = replace(full, temperature=float(beta), temperature_length=int(length or 0))
         return full, full
 
-    def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def gguf_config(self, metadata: FileConfig, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
         config = super().gguf_config(metadata, tensors, where)
         scaling = config["rope_scaling"]
         scaling["llama_4_scaling_beta"] = metadata.get(f"{self.arch}.attention.temperature_scale")
@@ -89,7 +89,7 @@ class Ministral3(Family):
 
 
 class Phi3(Family):
-    def completed(self, config: Config) -> dict[str, Any]:
+    def completed(self, config: FileConfig) -> dict[str, Any]:
         """Renames the scaling to longrope: the first checkpoints call it su or yarn."""
         found = super().completed(config)
         scaling = found.get("rope_scaling")
@@ -100,7 +100,7 @@ class Phi3(Family):
 
 
 class Hunyuan(Family):
-    def completed(self, config: Config) -> dict[str, Any]:
+    def completed(self, config: FileConfig) -> dict[str, Any]:
         """Replaces rope's base by the one that `alpha` gives: the configuration calls it dynamic, but it is fixed."""
         found = super().completed(config)
         values = dict(found.get("rope_parameters") or found.get("rope_scaling") or {})

@@ -8,7 +8,7 @@ from typing import Any
 
 from graftune.errors import GraftuneError
 from graftune.model.families.common import Family
-from graftune.model.families.reading import Config, Getter
+from graftune.model.families.reading import FileConfig, Getter
 from graftune.model.feed_forward.experts import ExpertsSpec
 from graftune.model.feed_forward.gated import GatedSpec
 from graftune.model.feed_forward.router import RouterSpec
@@ -77,7 +77,7 @@ class Mixture(Family):
 
     # Other files
 
-    def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def gguf_config(self, metadata: FileConfig, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
         config = super().gguf_config(metadata, tensors, where)
         if self.llama_cpp_normalises is not None:
             return config | {"norm_topk_prob": self.llama_cpp_normalises}

@@ -17,14 +17,14 @@ import torch
 from graftune.errors import GraftuneError
 from graftune.model.families.gemma import AROUND
 from graftune.model.families.granite import LayerThetas
-from graftune.model.families.reading import Config, Getter
+from graftune.model.families.reading import FileConfig, Getter
 from graftune.model.layer_spec import NormSpec
 from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.spec import EmbeddingSpec, ModelSpec
 
 
 class MuseGlimmer(LayerThetas):
-    def completed(self, config: Config) -> dict[str, Any]:
+    def completed(self, config: FileConfig) -> dict[str, Any]:
         found = super().completed(config)
         return found | {"logits_scaling": 1.0 / float(found["output_multiplier"])}
 
@@ -45,7 +45,7 @@ class MuseGlimmer(LayerThetas):
         scale = found.score_scale * get.number("qk_scale_factor", 3.87)
         return replace(found, score_scale=scale, gate="value", unweighted=found.qk_norms)
 
-    def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def gguf_config(self, metadata: FileConfig, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
         config = super().gguf_config(metadata, tensors, where)
         queries, keys = (
             {

@@ -14,7 +14,7 @@ from typing import Any
 from graftune.errors import GraftuneError
 from graftune.model.families.common import Family
 from graftune.model.families.mixture import Mixture
-from graftune.model.families.reading import Config, Getter
+from graftune.model.families.reading import FileConfig, Getter
 from graftune.model.mixers.attention import AttentionSpec
 from graftune.model.part import MixerSpec
 
@@ -41,7 +41,7 @@ WINDOWED_LAYERS = 64  # llama.cpp gives windows to models with so many layers, a
 
 
 class Exaone4(Family):
-    def completed(self, config: Config) -> dict[str, Any]:
+    def completed(self, config: FileConfig) -> dict[str, Any]:
         """The configuration with a window pattern such as LLLG (three local layers, one global) as its length."""
         found = super().completed(config)
         pattern = found.get("sliding_window_pattern")
@@ -57,7 +57,7 @@ class Exaone4(Family):
         unrotated: AttentionSpec = replace(attention, rope=replace(attention.rope, enabled=False))
         return [unrotated if mixer == attention else mixer for mixer in found]
 
-    def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def gguf_config(self, metadata: FileConfig, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
         config = super().gguf_config(metadata, tensors, where)
         if config["num_hidden_layers"] != WINDOWED_LAYERS:
             return config | {"sliding_window": None}

@@ -17,7 +17,7 @@ from graftune.arithmetic import ceil_div
 from graftune.errors import GraftuneError
 from graftune.model.families.common import Family
 from graftune.model.families.mixture import Mixture
-from graftune.model.families.reading import Config, Getter
+from graftune.model.families.reading import FileConfig, Getter
 from graftune.model.mixers.gated_delta import DeltaHeads, GatedDeltaSpec
 from graftune.model.part import MixerSpec
 from graftune.model.spec import ModelSpec
@@ -40,12 +40,12 @@ class Qwen3Vl(Family):
         side = pairs * 5 // 16
         return super().gguf_keys(spec, where) | {"rope.dimension_sections": [pairs - 2 * side, side, side, 0]}
 
-    def gguf_vision_keys(self, config: Config) -> dict[str, Any]:
+    def gguf_vision_keys(self, config: FileConfig) -> dict[str, Any]:
         vision = config.get("vision_config") or {}
         return sections_of(config) | {"n_deepstack_layers": len(vision.get("deepstack_visual_indexes") or ())}
 
 
-def sections_of(config: Config) -> dict[str, Any]:
+def sections_of(config: FileConfig) -> dict[str, Any]:
     """How many of rope's frequencies rotate by time, height and width, by a text-and-vision configuration."""
     text = config.get("text_config") or {}
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
@@ -77,7 +77,7 @@ class QwenDelta(Family):
         kinds = get.config.get("layer_types") or _spaced(get.layers(), get.whole("full_attention_interval"))
         return [delta if kind == LINEAR else attention for kind in get.by_layer(kinds, (LINEAR, FULL))]
 
-    def gguf_config(self, metadata: Config, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def gguf_config(self, metadata: FileConfig, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
         """A GGUF states the width of all value heads together, not that of one."""
         config = super().gguf_config(metadata, tensors, where)
         inner, heads = metadata.get(f"{self.arch}.ssm.inner_size"), config.get("linear_num_value_heads")
@@ -142,7 +142,7 @@ class Qwen35(QwenDelta):
     def gguf_keys(self, spec: ModelSpec, where: str) -> dict[str, Any]:
         return super().gguf_keys(spec, where) | {"rope.dimension_sections": self.sections(spec)}
 
-    def gguf_vision_keys(self, config: Config) -> dict[str, Any]:
+    def gguf_vision_keys(self, config: FileConfig) -> dict[str, Any]:
         return sections_of(config)
 
 
@@ -150,7 +150,7 @@ class Qwen35(QwenDelta):
 class Qwen35Moe(Mixture, Qwen35):
     """The routing weights of a token always sum to one: the configuration has no setting for it."""
 
-    def completed(self, config: Config) -> dict[str, Any]:
+    def completed(self, config: FileConfig) -> dict[str, Any]:
         return super().completed(config) | {"norm_topk_prob": True}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from graftune.errors import GraftuneError
 
-Config = Mapping[str, Any]
+FileConfig = Mapping[str, Any]
 MOST_LAYERS = MOST_EXPERTS = 1 << 16  # of a sane file
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
 
@@ -15,7 +15,7 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "ge
 class Getter:
     """Reads values of a configuration. `spelled` gives the names that they have in the file, for messages."""
 
-    def __init__(self, config: Config, where: str, spelled: Mapping[str, str]):
+    def __init__(self, config: FileConfig, where: str, spelled: Mapping[str, str]):
         self.config, self.where, self.spelled = config, where, spelled
 
     def whole(self, key: str) -> int:
@@ -74,7 +74,7 @@ _REFUSED_KEYS = (
 )  # fmt: skip
 
 
-def check_supported(config: Config, where: str, *, bias: bool) -> None:
+def check_supported(config: FileConfig, where: str, *, bias: bool) -> None:
     """Refuse what no family here computes; `bias`: whether the family's queries, keys and values have one."""
     for key in _REFUSED_KEYS:
         if config.get(key) and not (bias and key == "attention_bias"):

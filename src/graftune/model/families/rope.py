@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from graftune.errors import GraftuneError
-from graftune.model.families.reading import Config
+from graftune.model.families.reading import FileConfig
 from graftune.model.rotary import RopeScaling, RopeSpec, inverse_frequencies, yarn_attention
 
 WIDEST_HEAD = 1 << 14
@@ -23,7 +23,9 @@ GGUF_TENSORS = (DIVISORS, SHORT, LONG)
 KINDS = ("linear", "llama3", "yarn", "longrope", "proportional")
 
 
-def read_ropes(config: Config, head_width: int, where: str, *, partial: bool, local: bool) -> tuple[RopeSpec, RopeSpec]:
+def read_ropes(
+    config: FileConfig, head_width: int, where: str, *, partial: bool, local: bool
+) -> tuple[RopeSpec, RopeSpec]:
     """The rope of the layers without a window and that of the layers with one. `partial`: the family may rotate a part
     of each head; `local`: its layers with a window have a rope of their own, which is never scaled."""
     values = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
@@ -46,7 +48,7 @@ def read_ropes(config: Config, head_width: int, where: str, *, partial: bool, lo
     return full, RopeSpec(width, float(own.get("rope_theta") or config.get("rope_local_base_freq") or theta))
 
 
-def _scaling(values: Config, config: Config, where: str) -> RopeScaling:
+def _scaling(values: FileConfig, config: FileConfig, where: str) -> RopeScaling:
     kind = str(values.get("rope_type") or values.get("type") or "default")
     divisors = tuple(values.get("divisors") or ())  # never in a config.json: see gguf_scaling
     if kind == "default":
@@ -123,7 +125,7 @@ def _llama3_of(rope: RopeSpec, where: str) -> RopeScaling:
 
 
 def gguf_scaling(
-    metadata: Config, tensors: Mapping[str, Any], arch: str, head_width: int, where: str
+    metadata: FileConfig, tensors: Mapping[str, Any], arch: str, head_width: int, where: str
 ) -> dict[str, Any]:
     """A GGUF's scaling as the `rope_scaling` of a configuration, with one more key: `divisors` of the frequencies."""
     stem = f"{arch}.rope.scaling"

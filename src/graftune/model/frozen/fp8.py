@@ -29,7 +29,7 @@ from graftune.kernels import fp8, launch
 from graftune.kernels.augmented_weight import Adapters
 from graftune.kernels.fp8 import AdapterCodes, Rows
 from graftune.kernels.lora_linear import Copy, LowRank
-from graftune.model.bundles import Place
+from graftune.model.bundles import MoveTensor
 from graftune.model.frozen.interface import Augmented, RowSource
 from graftune.model.frozen.mapped import pieces, read_to
 
@@ -332,7 +332,7 @@ class FetchedFp8(Fp8):
         size = self.whole.stride(0)
         return self.whole.view(torch.uint8).as_strided((len(self.whole), size), (size, 1))
 
-    def move(self, place: Place) -> None:
+    def move(self, place: MoveTensor) -> None:
         self.lines = place(self.lines)
         self.whole = self.lines.view(fp8.E4M3)[:, : self.whole.shape[1]]
         self.storage = self.whole[: len(self.storage)]

@@ -15,7 +15,7 @@ from graftune.kernels import augmented_weight, matmul
 from graftune.kernels.augmented_weight import Adapters
 from graftune.kernels.gguf_dequant.reference import PLAIN
 from graftune.kernels.lora_linear import Copy
-from graftune.model.bundles import Place
+from graftune.model.bundles import MoveTensor
 
 DTYPES = PLAIN  # by their names in safetensors and GGUF files
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -61,7 +61,7 @@ class Packed(RowSource, Protocol):
     def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The rows `ids` [T] -> [T, in]."""
 
-    def moved(self, place: Place) -> Packed:
+    def moved(self, place: MoveTensor) -> Packed:
         """A copy of this object with each tensor replaced by the result of `place` (model/bundles.py)."""
 
     def numbers(self) -> Iterator[torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 from graftune import spans
 from graftune.kernels import gguf_dequant, launch, rehearsal
 from graftune.kernels.lora_linear import add_product_
-from graftune.model.bundles import Place
+from graftune.model.bundles import MoveTensor
 from graftune.model.frozen.interface import Packed, ReadBlocks, RowSource
 
 MAPPED_ROWS_BYTES = 8 << 20  # fp32 bytes of a mapped weight that exist at once
@@ -52,7 +52,7 @@ class Mapped(ByPieces):
     def nbytes(self) -> int:
         return sum(s.nbytes for s in self.members)
 
-    def move(self, place: Place) -> None:
+    def move(self, place: MoveTensor) -> None:
         """Requires that all members are in memory."""
         self.members = [cast(Packed, source).moved(place) for source in self.members]
 

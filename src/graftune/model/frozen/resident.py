@@ -14,7 +14,7 @@ from graftune.arithmetic import ceil_div
 from graftune.kernels import matmul
 from graftune.kernels.augmented_weight import Adapters
 from graftune.kernels.lora_linear import Copy, add_product_, members
-from graftune.model.bundles import Place
+from graftune.model.bundles import MoveTensor
 from graftune.model.frozen.interface import Augmented, RowSource, row_stride
 from graftune.model.frozen.mapped import few_read, fill
 
@@ -95,7 +95,7 @@ class Fetched(Dense):
     """A dense weight in a buffer that other blocks use too (model/bundles.py): they overwrite the columns beside it and
     the rows below it, so the adapters are written there for each product."""
 
-    def move(self, place: Place) -> None:
+    def move(self, place: MoveTensor) -> None:
         self.whole = place(self.whole)
         self.storage = self.whole[:, : self.in_features + self.adapter_columns]
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from graftune import spans
-from graftune.model.bundles import Place
+from graftune.model.bundles import MoveTensor
 from graftune.model.frozen.interface import Augmented, Packed, row_stride
 from graftune.model.frozen.mapped import ByPieces
 
@@ -66,7 +66,7 @@ class Unpacked(Augmented):
     def shared(self) -> tuple[torch.Tensor, ...]:
         return (self.storage,)
 
-    def move(self, place: Place) -> None:
+    def move(self, place: MoveTensor) -> None:
         self.members = [member.moved(place) for member in self.members]
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,7 @@ class Table(ByPieces):
     def nbytes(self) -> int:
         return self.members[0].nbytes
 
-    def move(self, place: Place) -> None:
+    def move(self, place: MoveTensor) -> None:
         self.members = [self.members[0].moved(place)]
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from graftune.kernels import gguf_dequant
-from graftune.model.bundles import Place
+from graftune.model.bundles import MoveTensor
 from graftune.model.frozen.builder import WeightBuilder
 from graftune.model.frozen.interface import Frozen, RowSource, TensorRows, loaded
 from graftune.model.frozen.mapped import fill
@@ -30,7 +30,7 @@ class FloatRows(TensorRows):
     def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return self.tensor.index_select(0, ids).to(dtype)
 
-    def moved(self, place: Place) -> FloatRows:
+    def moved(self, place: MoveTensor) -> FloatRows:
         return replace(self, tensor=place(self.tensor))
 
     def numbers(self) -> Iterator[torch.Tensor]:

@@ -10,7 +10,7 @@ import torch
 
 from graftune.kernels import gguf_dequant
 from graftune.kernels.gguf_dequant.reference import PLAIN
-from graftune.model.bundles import Place
+from graftune.model.bundles import MoveTensor
 from graftune.model.frozen.interface import RowsByReading, RowSource
 from graftune.model.frozen.mapped import pieces
 from graftune.model.frozen.weight_format import WeightFormat
@@ -44,7 +44,7 @@ class GgufRows(RowsByReading):
     def gather(self, ids: torch.Tensor) -> torch.Tensor:
         return self.lookup(ids, torch.float32)
 
-    def moved(self, place: Place) -> GgufRows:
+    def moved(self, place: MoveTensor) -> GgufRows:
         return replace(self, blocks=place(self.blocks))
 
     def numbers(self) -> Iterator[torch.Tensor]:

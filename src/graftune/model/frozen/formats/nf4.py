@@ -24,7 +24,7 @@ from graftune.arithmetic import ceil_div
 from graftune.kernels import nf4
 from graftune.kernels.nf4 import Nf4
 from graftune.kernels.nf4.reference import BLOCK, GROUP
-from graftune.model.bundles import Place
+from graftune.model.bundles import MoveTensor
 from graftune.model.frozen.interface import CheckpointWeight, RowsByReading, RowSource
 from graftune.model.frozen.mapped import few_read, pieces, read_to
 from graftune.model.frozen.weight_format import WeightFormat
@@ -71,7 +71,7 @@ class Nf4Rows(RowsByReading):
     def values(self) -> torch.Tensor:
         return nf4.dequantise(self.nf4, torch.float32)
 
-    def moved(self, place: Place) -> Nf4Rows:
+    def moved(self, place: MoveTensor) -> Nf4Rows:
         elsewhere: dict[str, Any] = {
             name: place(x) for name, x in vars(self.nf4).items() if isinstance(x, torch.Tensor)
         }
