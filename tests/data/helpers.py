@@ -122,3 +122,7 @@ def turns(*texts: str, system: str = "") -> list[dict[str, str]]:
     """User and assistant by turns."""
     head = [{"role": "system", "content": system}] if system else []
     return head + [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def all_runs(data: Dataset) -> list[str]:
+    return [run for example in data.examples for run in trained_runs(example)]

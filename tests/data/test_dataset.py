@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graftune.data import fit
-from graftune.data.dataset import Dataset, prepare, split
+from graftune.data.dataset import Dataset, split
 from graftune.data.fit import Fitter
 from graftune.data.row_encoder import windows
 from graftune.data.template import chat_format
@@ -210,15 +210,6 @@ def test_without_repeats_the_split_is_what_it_always_was() -> None:
     assert [e.row for e in val.examples] == sorted(int(i) + 1 for i in order[:8])
     assert train.summary.duplicates == 0 and not train.summary.sentences()
     assert split(dataset(list(range(1, 41))), 0.2, 43)[1].prompts != val.prompts, "another seed, other rows"
-
-
-def test_repeats_by_weight_are_no_duplicates(tmp_path: Path) -> None:
-    path = helpers.jsonl(tmp_path / "d.jsonl", *({"prompt": f"q{i}", "response": "a"} for i in range(10)))
-    data = prepare(({"path": path, "weight": 3.0},), with_template(CHATML), DataConfig())
-    assert len(data) == data.summary.examples == 30 and data.summary.duplicates == 0
-    assert data.summary.tokens == sum(len(e.tokens) for e in data.examples)
-    train, val = split(data, 0.2, 1)
-    assert (len(train), len(val)) == (24, 6) and len({e.row for e in val.examples}) == 2
 
 
 def test_at_most_so_many_validation_examples() -> None:

@@ -9,7 +9,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from benchmarks.synthetic import dataset_of
 from hypothesis import given, settings
@@ -223,9 +222,3 @@ def test_identity_is_of_tokens_and_masks_alone() -> None:
     assert dataset_of([masked, two]).digest != same.digest
     # Pinned: a run begun by one version must be resumed by the next.
     assert same.digest == "19dd8ae2ff4634cc44086d8bb7f0154c0ddcdaea95e936d074fb9df9904c17cd"
-
-
-def test_a_data_set_is_shown_in_a_line(tmp_path: Path) -> None:
-    data = prepare(jsonl(tmp_path / "d.jsonl", *ROWS), CHAT, DataConfig())
-    assert repr(data.examples).startswith("<20 examples of") and len(repr(data)) < 1500
-    assert np.array_equal(data.examples[:3].chosen, [0, 1, 2]) and data.examples[-1].row == 20

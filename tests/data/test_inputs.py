@@ -209,11 +209,26 @@ def test_what_could_be_several_encodings_is_not_guessed(content: bytes, tmp_path
         ("a.json", b"[" + b'{"a":' * 100_000, "nested too deeply"),
         ("a.jsonl", b"[" + b"[" * 100_000, "nested too deeply"),
         ("a.parquet.gz", b"x", "unknown kind of data file"),
+        ("d.jsonl", b"", "is empty"),
+        ("d.jsonl", b"\n\n", "holds no rows"),
+        ("d.json", b"[]", "holds no rows"),
+        ("d.json", b'{"a": 1}', "not a list of records"),
+        ("d.json", b'[{"text": "a"},]', "broken JSON at line 1"),
+        ("d.json", b'{"text":\n"a"}\n{"text":\n"b"}', r"broken JSON at line 3, column 1 \(Extra data\)"),
+        ("d.json", b'["\xe9", "\xc3\xa9"]', "not UTF-8"),
+        ("d.txt", b"hello", r"unknown kind of data file \(\.txt\)"),
+        ("data", b"hello", "no extension"),
+        ("d.jsonl", b"nope\n", r"none of the 1 rows can be used \(1 for: broken JSON; row 1"),
+        ("d.csv", b"prompt,response\n", "holds no rows"),
+        ("d.csv", b'prompt,response\n"a,b\n', "broken CSV at line"),
+        ("d.csv", b"prompt,response\na\n", "fewer cells"),
+        ("d.csv", b"prompt,response\na,b,c\n", "more cells"),
     ],
 )
 def test_files_that_are_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
-    with pytest.raises(GraftuneError, match=message):
-        read(str(written(tmp_path / name, content)))
+    with pytest.raises(GraftuneError, match=message) as caught:
+        prepare(str(written(tmp_path / name, content)), with_template(CHATML), DataConfig())
+    assert name in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
@@ -367,7 +382,7 @@ def test_a_mixture_as_a_run_reads_it(tmp_path: Path) -> None:
     config.save(tmp_path / "config.yaml")
     assert Config.load(tmp_path / "config.yaml") == config, "the run's own settings read back the same"
     data = prepare(config.data.data, with_template(CHATML), config.data)
-    assert len(data) == 61 and data.summary.rows == 22
+    assert len(data) == 61 and data.summary.rows == 22 and data.summary.duplicates == 0, "repeats by weight"
     assert data.summary.details == [(2, f"blank prompt: 'Question' (in {tmp_path}/b.csv)")]
     training, validation = split(data, 0.3, seed=1)
     held = {example.row for example in validation.examples}

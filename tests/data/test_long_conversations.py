@@ -152,17 +152,6 @@ def test_what_is_rendered_grows_with_the_turns(way: str, limit: int, rendered: l
 
 
 @pytest.mark.thorough
-def test_a_template_that_writes_old_turns_anew_is_found_out_at_once(rendered: list[int]) -> None:
-    """Each turn is an example of its own; that they are not one text is seen in a few renderings, not in one a turn."""
-    messages = long("by turns", 200)
-    for message in messages[1::2]:
-        message["content"] = f"<think>\nhm\n</think>\n\n{message['content']}"
-    source = with_template(ODD["drops what is old"].replace("length - 7", "length - 2"))
-    made = built({"messages": messages}, source, max_seq_len=256)
-    assert len(made) == 201 and sum(rendered) < 400 * len(messages)
-
-
-@pytest.mark.thorough
 def test_too_many_answers_to_one_question() -> None:
     source = with_template(CHATML)
     assert len(built({"messages": long("one question", MOST_ALONE)}, source, max_seq_len=64)) > MOST_ALONE - 9

@@ -12,18 +12,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from graftune.data import mask
-from graftune.data.chat import OTHER_PROMPT
-from graftune.data.dataset import Dataset
 from graftune.data.row import Refusal
 from graftune.errors import GraftuneError
+from graftune.tokenizer import Tokenizer
 from tests.data.helpers import (
     CHATML,
     NO_END,
     TEMPLATES,
+    all_runs,
     prepared,
     shipped,
     tokenizer,
-    trained_runs,
     turns,
     with_template,
 )
@@ -54,10 +53,6 @@ ANSWERS = ("It is sunny, about 20°C.", "One two three", "Yes! 🎉")
 THREE_TURNS = ("What is it?", ANSWERS[0], "And when?", ANSWERS[1], "Really?", ANSWERS[2])
 
 
-def all_runs(data: Dataset) -> list[str]:
-    return [run for example in data.examples for run in trained_runs(example)]
-
-
 def test_every_shipped_template_is_listed() -> None:
     assert {path.stem for path in TEMPLATES.glob("*.jinja")} == set(AROUND)
 
@@ -83,12 +78,6 @@ def test_real_templates(name: str, system: str, count: int, tmp_path: Path) -> N
     assert data.references[-1] == ANSWERS[count - 1]
 
 
-@pytest.mark.parametrize("name", NO_END)
-def test_a_template_without_an_end_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    with pytest.raises(GraftuneError, match=f"{name}.*never learn to stop.*append_eos"):
-        prepared(tmp_path, {"messages": turns("a", "b")}, shipped(name))
-
-
 @pytest.mark.parametrize("name", [name for name in AROUND if name not in NO_END])
 def test_append_eos_leaves_templates_with_an_end_alone(name: str, tmp_path: Path) -> None:
     record = {"messages": turns(*THREE_TURNS)}
@@ -108,12 +97,6 @@ def test_what_the_prompt_says_does_not_move_the_mask(name: str, tmp_path: Path) 
     assert data.summary.notes["rows whose text spells a control token of the model"] == 1
 
 
-def test_an_answer_that_spells_its_end_token(tmp_path: Path) -> None:
-    record = {"messages": turns("Which token?", "It is <|im_end|> and\n<|im_end|>", "And?", "<|im_end|>")}
-    data = prepared(tmp_path, record, with_template(CHATML))
-    assert all_runs(data) == ["It is <|im_end|> and\n<|im_end|><|im_end|>", "<|im_end|><|im_end|>"]
-
-
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     texts=st.lists(
@@ -127,66 +110,6 @@ def test_an_answer_that_spells_its_end_token(tmp_path: Path) -> None:
 def test_any_text_masks_right(texts: list[str], tmp_path: Path) -> None:
     data = prepared(tmp_path, {"messages": turns(*texts)}, with_template(CHATML), max_seq_len=4096)
     assert all_runs(data) == [answer + "<|im_end|>" for answer in texts[1::2]]
-
-
-REASONING = """{%- set ns = namespace(last=-1) -%}
-{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor -%}
-{%- for m in messages -%}
-  {{- '<|im_start|>' + m.role + '\n' -}}
-  {%- if m.role == 'assistant' and loop.index0 < ns.last -%}
-    {{- m.content.split('</think>')[-1].lstrip('\n') -}}
-  {%- else -%}{{- m.content -}}{%- endif -%}
-  {{- '<|im_end|>\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif -%}"""
-
-
-def test_a_template_that_drops_old_reasoning_gives_one_example_a_turn(tmp_path: Path) -> None:
-    answers = ("<think>\nhm\n</think>\n\nBlue", "<think>\nso\n</think>\n\nRed", "Green")
-    record = {"messages": turns("One?", answers[0], "Two?", answers[1], "Three?", answers[2])}
-    data = prepared(tmp_path, record, with_template(REASONING))
-    assert len(data.examples) == 3
-    assert all_runs(data) == [answer + "<|im_end|>" for answer in answers]
-    assert "hm" not in data.prompts[1] and "Blue" in data.prompts[1]
-    assert all(example.row == 1 for example in data.examples)
-    # Without reasoning nothing is rewritten, and the turns stay together.
-    assert len(prepared(tmp_path, {"messages": turns("a", "b", "c", "d")}, with_template(REASONING)).examples) == 1
-
-
-def test_a_generation_prompt_that_is_no_prefix(tmp_path: Path) -> None:
-    """As in templates that open <think> for inference but render answers without it: the answer goes behind the prompt
-    that inference gives, and closes what that has opened (D1, D7)."""
-    source = CHATML.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}")
-    record = {"messages": turns("a", "<thinner", "c", "<think>\nwell\n</think>\n\nBy the way")}
-    data = prepared(tmp_path, record, with_template(source))
-    assert [trained_runs(example) for example in data.examples] == [
-        ["\n</think>\n\n<thinner<|im_end|>"],
-        ["well\n</think>\n\nBy the way<|im_end|>"],
-    ]
-    assert all(prompt.endswith("<|im_start|>assistant\n<think>\n") for prompt in data.prompts)
-    assert data.summary.notes[OTHER_PROMPT["inference"]] == 1
-    record = {"messages": record["messages"][:2]}
-    data = prepared(tmp_path, record, with_template(source), prompt_form="template")
-    assert all_runs(data)[0] == "<thinner<|im_end|>" and data.prompts[0].endswith("<|im_start|>assistant\n")
-    assert data.summary.notes[OTHER_PROMPT["template"]] == 1
-
-
-def test_an_end_of_text_after_the_last_turn_only(tmp_path: Path) -> None:
-    """The whole conversation then does not start with each turn's own rendering, but it does up to the end token."""
-    source = CHATML.replace(
-        "{% if add_gen", "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}{% if add_gen"
-    )
-    data = prepared(tmp_path, {"messages": turns("a", "b", "c", "d")}, with_template(source))
-    assert [trained_runs(example) for example in data.examples] == [["b<|im_end|>", "d<|im_end|>"]]
-
-
-def test_an_end_in_ordinary_text(tmp_path: Path) -> None:
-    source = CHATML.replace("<|im_end|>\n", "[over]\n")
-    data = prepared(tmp_path, {"messages": turns("a", "b", "c", "d")}, with_template(source))
-    assert all_runs(data) == ["b[over]", "d[over]"]
-    assert any("ordinary text" in note for note in data.summary.notes)
-    data = prepared(tmp_path, {"messages": turns("a", "b", "c", "d")}, with_template(source), append_eos=True)
-    assert all_runs(data) == ["b[over]</s>", "d[over]</s>"]
 
 
 def test_a_control_token_that_swallows_the_blank_behind_it(tmp_path: Path) -> None:
@@ -230,47 +153,11 @@ def test_train_on(tmp_path: Path) -> None:
     assert all_runs(prepared(tmp_path, {"prompt": "a", "response": "b"}, chat, train_on="flagged")) == ["b<|im_end|>"]
 
 
-def test_plain_prompt_and_response(tmp_path: Path) -> None:
-    record = {"prompt": "What is it? ", "response": "One two"}
-    data = prepared(tmp_path, record, with_template(CHATML), template="none")
-    assert tokenizer().decode(data.examples[0].tokens) == "What is it? One two</s>"
-    assert all_runs(data) == ["One two</s>"] and data.prompts == ["What is it? "]
-    bos = dataclasses.replace(tokenizer(), add_bos=True)
-    data = prepared(tmp_path, record, bos)  # no template at all: plain too
-    assert tokenizer().decode(data.examples[0].tokens) == "<s>What is it? One two</s>"
-    assert bos.encode(data.prompts[0]) == data.examples[0].tokens[: -sum(data.examples[0].supervised)]
-    data = prepared(tmp_path, {"messages": turns("a", "b", "c", "d", system="S")}, bos, template="none")
-    assert tokenizer().decode(data.examples[0].tokens) == "<s>S\nab</s>cd</s>"
-    assert all_runs(data) == ["b</s>", "d</s>"]
-
-
-def test_a_base_without_a_template_parts_prompt_and_response(tmp_path: Path) -> None:
-    """U18: nothing stood between the two, and nothing said so."""
-    data = prepared(tmp_path, {"prompt": "What is it?", "response": "One two"}, tokenizer())
-    assert tokenizer().decode(data.examples[0].tokens) == "What is it?\nOne two</s>" and data.prompts == [
-        "What is it?\n"
-    ]
-    assert "no chat template: prompt, line break, response" in data.summary.template
-
-
-def test_text_trains_everything(tmp_path: Path) -> None:
-    assert prepared(tmp_path, {"text": "a"}, shipped("chatqa")).summary.template == "", "no template is looked at"
-    for chat, text in ((tokenizer(), ""), (dataclasses.replace(tokenizer(), add_bos=True), "<s>")):
-        data = prepared(tmp_path, {"text": "Where and when"}, chat)
-        assert tokenizer().decode(data.examples[0].tokens) == text + "Where and when</s>"
-        assert all(data.examples[0].supervised)
-
-
 def test_bos_is_the_templates_business(tmp_path: Path) -> None:
     for name, expected in (("llama-3-instruct", 1), ("phi-3", 0)):
         chat = dataclasses.replace(shipped(name), add_bos=True)
         data = prepared(tmp_path, {"messages": turns("a", "b")}, chat)
         assert data.examples[0].tokens.count(tokenizer().bos_id) == expected  # type: ignore[arg-type]
-
-
-def test_chat_data_without_a_template(tmp_path: Path) -> None:
-    with pytest.raises(GraftuneError, match=r"no chat template.*template: none"):
-        prepared(tmp_path, {"messages": turns("a", "b")}, tokenizer())
 
 
 def test_a_template_file(tmp_path: Path) -> None:
@@ -283,26 +170,6 @@ def test_a_template_file(tmp_path: Path) -> None:
     file.write_text("{% if %}")
     with pytest.raises(GraftuneError, match=r"own\.jinja"):
         prepared(tmp_path, {"messages": turns("a", "b")}, tokenizer(), template=str(file))
-
-
-@pytest.mark.parametrize("way", ["raises", "drops"])
-def test_a_template_that_takes_no_system_turn(way: str, tmp_path: Path) -> None:
-    body = "{{ raise_exception('no system') }}" if way == "raises" else ""
-    source = (
-        "{% for m in messages %}{% if m.role == 'system' %}" + body + "{% else %}"
-        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    data = prepared(tmp_path, {"messages": turns("a", "b", "c", "d", system="Be brief.")}, with_template(source))
-    assert data.prompts[0].startswith("<|im_start|>user\nBe brief.\n\na<|im_end|>")
-    assert all_runs(data) == ["b<|im_end|>", "d<|im_end|>"]
-    assert data.summary.notes == {"system turns merged into the first user turn: the template takes none": 1}
-
-
-def test_roles_that_do_not_alternate_are_refused_in_the_templates_words(tmp_path: Path) -> None:
-    messages = [*turns("a"), *turns("b", "c")]
-    with pytest.raises(GraftuneError, match=r"row 1.*must alternate"):
-        prepared(tmp_path, {"messages": messages}, shipped("llama-3-instruct"))
 
 
 def test_tool_calls(tmp_path: Path) -> None:
@@ -329,14 +196,6 @@ def test_tool_calls(tmp_path: Path) -> None:
         prepared(tmp_path, record, shipped("granite-3.0-instruct"))
 
 
-def test_borders_between_tokens() -> None:
-    offsets = [(0, 2), (2, 5), (5, 6), (6, 7), (6, 7), (7, 9)]  # two tokens of one character at 6
-    assert mask.border(offsets, 2) == (1, True) and mask.border(offsets, 5) == (2, True)
-    assert mask.border(offsets, 6) == (3, True) and mask.border(offsets, 7) == (5, True)
-    assert mask.border(offsets, 4) == (1, False) and mask.border(offsets, 9) == (6, True)
-    assert mask.flags(6, [(1, 2), (3, 5)]) == [False, True, False, True, True, False]
-
-
 def test_degenerate_masks_are_refused() -> None:
     with pytest.raises(Refusal, match="everything is trained"):
         mask.check([7, 8, 9], [(0, 3)], frozenset({9}))
@@ -344,3 +203,44 @@ def test_degenerate_masks_are_refused() -> None:
         mask.check([7, 8, 9], [(1, 2)], frozenset({9}))
     with pytest.raises(Refusal, match="nothing to train"):
         mask.check([7, 8, 9], [(1, 1)], frozenset({9}))
+
+
+WITH_BOS = dataclasses.replace(tokenizer(), add_bos=True)
+
+
+@pytest.mark.parametrize(
+    ("record", "chat", "template", "prompt", "whole", "trained"),
+    [
+        ("What is it? ", with_template(CHATML), "none", "What is it? ", "What is it? One two</s>", ["One two</s>"]),
+        ("What is it? ", WITH_BOS, "auto", "<s>What is it? ", "<s>What is it? One two</s>", ["One two</s>"]),
+        # U18: a base without a template parts prompt and response, and says so.
+        ("What is it?", tokenizer(), "auto", "What is it?\n", "What is it?\nOne two</s>", ["One two</s>"]),
+        (turns("a", "b", "c", "d", system="S"), WITH_BOS, "none", None, "<s>S\nab</s>cd</s>", ["b</s>", "d</s>"]),
+        ({"text": "a"}, tokenizer(), "auto", None, "a</s>", ["a</s>"]),
+        ({"text": "a"}, WITH_BOS, "auto", None, "<s>a</s>", ["<s>a</s>"]),
+        ({"text": "a"}, shipped("chatqa"), "auto", None, "a</s>", ["a</s>"]),  # no template is looked at
+    ],
+)
+def test_without_a_template(
+    record: Any, chat: Tokenizer, template: str, prompt: str | None, whole: str, trained: list[str], tmp_path: Path
+) -> None:
+    if isinstance(record, str):
+        record = {"prompt": record, "response": "One two"}
+    data = prepared(tmp_path, {"messages": record} if isinstance(record, list) else record, chat, template=template)
+    assert tokenizer().decode(data.examples[0].tokens) == whole and all_runs(data) == trained
+    assert prompt is None or data.prompts == [prompt]
+    parted = isinstance(record, dict) and "prompt" in record and template == "auto"
+    assert ("no chat template: prompt, line break, response" in data.summary.template) == parted
+
+
+@pytest.mark.parametrize(
+    ("chat", "messages", "why"),
+    [
+        *((shipped(name), turns("a", "b"), f"{name}.*never learn to stop.*append_eos") for name in NO_END),
+        (tokenizer(), turns("a", "b"), "no chat template.*template: none"),
+        (shipped("llama-3-instruct"), [*turns("a"), *turns("b", "c")], "row 1.*must alternate"),
+    ],
+)
+def test_refused_by_name(chat: Tokenizer, messages: Any, why: str, tmp_path: Path) -> None:
+    with pytest.raises(GraftuneError, match=why):
+        prepared(tmp_path, {"messages": messages}, chat)

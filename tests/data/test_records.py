@@ -263,12 +263,3 @@ def test_rated_answers_are_refused_by_name(row: dict[str, Any], tmp_path: Path) 
         to_record(row)
     for names in ({"response": "b", "label": "sport"}, {"response": "b", "label": 1}, {"completion": "b", "label": 2}):
         assert to_record({"prompt": "a", **names}).notes == ("column not used: label",), "a class of the data"
-
-
-def test_map_trains_on_preferred_answers(tmp_path: Path) -> None:
-    path = tmp_path / "d.jsonl"
-    path.write_text(json.dumps({"prompt": "What?", "chosen": "That.", "rejected": "This."}))
-    (row,) = rows(sources(str(path)), {"response": "chosen"})
-    assert isinstance(row.value, dict) and to_record(row.value).messages == ASKED
-    with pytest.raises(GraftuneError, match="is preference data"):
-        list(rows(sources(str(path)), {"prompt": "prompt"}, refused=refusal_of_all))

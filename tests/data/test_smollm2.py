@@ -11,7 +11,6 @@ from graftune.data.dataset import prepare, split
 from graftune.data.sample import sample_for, score_all
 from graftune.settings.sections import DataConfig
 from graftune.tokenizer import Tokenizer, from_gguf
-from tests.support.counting import Calls
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +38,3 @@ def test_the_sample_is_short_and_masked_right(smol: Tokenizer) -> None:
     assert score_all(zip(data.references, data.references, strict=True))["exact"] == 1
     train, val = split(data, 0.2, 42)
     assert (len(train), len(val)) == (480, 120) and not set(train.prompts) & set(val.prompts)
-
-
-@pytest.mark.thorough
-def test_preparing_takes_calls_in_proportion_to_rows(smol: Tokenizer, tmp_path: Path) -> None:
-    """A hundred thousand short rows are a matter of a minute, not of an evening."""
-    rows, path = sample_for("answers").read_bytes().splitlines(keepends=True), tmp_path / "rows.jsonl"
-    made = []
-    for count in (100, 300, 600):
-        path.write_bytes(b"".join(rows[:count]))
-        with Calls(most=1500 * count) as calls:
-            assert len(prepare(str(path), smol, DataConfig())) == count
-        made.append(calls.count)
-    assert made[2] - made[1] < 2.25 * (made[1] - made[0]), "1.5 in proportion, 3.4 if it grew with the square"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -150,49 +149,3 @@ def test_bad_rows_are_counted_and_strict_stops_at_them(name: str, tmp_path: Path
     with pytest.raises(GraftuneError, match=r"d\.jsonl, row 2: ") as caught:
         load(path, strict=True)
     assert reason in str(caught.value)
-
-
-def test_bytes_that_are_not_utf8_spoil_their_line_only(tmp_path: Path) -> None:
-    path = tmp_path / "d.jsonl"
-    path.write_bytes(b'{"text": "caf\xc3\xa9"}\n{"text": "caf\xe9"}\n')
-    assert load(path).summary.details == [(2, "not UTF-8: byte 14 of the line")]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("gone.jsonl", None, "no such file"),
-        ("d.jsonl", b"", "is empty"),
-        ("d.jsonl", b"\n\n", "holds no rows"),
-        ("d.json", b"[]", "holds no rows"),
-        ("d.json", b'{"a": 1}', "not a list of records"),
-        ("d.json", b'[{"text": "a"},]', "broken JSON at line 1"),
-        ("d.json", b'{"text":\n"a"}\n{"text":\n"b"}', r"broken JSON at line 3, column 1 \(Extra data\)"),
-        ("d.json", b'["\xe9", "\xc3\xa9"]', "not UTF-8"),
-        ("d.txt", b"hello", r"unknown kind of data file \(\.txt\)"),
-        ("data", b"hello", "no extension"),
-        ("d.jsonl", b"nope\n", r"none of the 1 rows can be used \(1 for: broken JSON; row 1"),
-        ("d.csv", b"prompt,response\n", "holds no rows"),
-        ("d.csv", b'prompt,response\n"a,b\n', "broken CSV at line"),
-        ("d.csv", b"prompt,response\na\n", "fewer cells"),
-        ("d.csv", b"prompt,response\na,b,c\n", "more cells"),
-    ],
-)
-def test_files_that_cannot_be_used(name: str, content: bytes | None, message: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(GraftuneError, match=message) as caught:
-        load(path)
-    assert name in str(caught.value)
-
-
-def test_folders_and_closed_files(tmp_path: Path) -> None:
-    with pytest.raises(GraftuneError, match="is a folder"):
-        load(tmp_path)
-    path = Path(jsonl(tmp_path / "d.jsonl", {"text": "a"}))
-    path.chmod(0)
-    if os.access(path, os.R_OK):
-        pytest.skip("this user may read everything")
-    with pytest.raises(GraftuneError, match="cannot be read"):
-        load(path)
