@@ -7,6 +7,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 
@@ -219,34 +220,19 @@ def test_quick_work_without_a_count_writes_nothing() -> None:
     assert out.getvalue() == err.getvalue() == ""
 
 
-class Bar:
-    """As much of rich's progress as one line of it needs."""
-
-    def add_task(self, label: str, **how: object) -> int:
-        return 0
-
-    def update(self, task: int, **how: object) -> None:
-        pass
-
-
-def bar_of(total: int, pace: float) -> tuple[BarProgress, list[tuple[float, str]]]:
-    now, shown = [0.0], []
-    progress = BarProgress(total, 0, "training", Bar(), lambda text: shown.append((now[0], text)), clock=lambda: now[0])
-    for step in range(1, total + 1):
-        now[0] += pace
-        progress.update(step, loss=0.7134, lr=1.8e-4, tokens=426)
-    return progress, shown
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("total", "pace", "least", "most"),
     [(24, 10.0, 7, 9), (3000, 1.0, 18, 22), (8640, 10.0, 140, 150), (20, 0.1, 1, 1)],
 )
 def test_a_terminal_keeps_lines_with_the_loss(total: int, pace: float, least: int, most: int) -> None:
-    _, shown = bar_of(total, pace)
+    now, shown = [0.0], list[str]()
+    progress = BarProgress(total, 0, "training", Mock(), shown.append, clock=lambda: now[0])
+    for step in range(1, total + 1):
+        now[0] += pace
+        progress.update(step, loss=0.7134, lr=1.8e-4, tokens=426)
     assert least <= len(shown) <= most
-    assert all("loss 0.713" in text for _, text in shown) and f"{total}/{total}" in shown[-1][1]
+    assert all("loss 0.713" in text for text in shown) and f"{total}/{total}" in shown[-1]
 
 
 @pytest.mark.parametrize("width", [26, 40, 60, 100, 140])
