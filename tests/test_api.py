@@ -16,10 +16,8 @@ import torch
 
 import graftune
 from graftune.errors import GraftuneError
-from graftune.infer.sample import Sampling
 from graftune.model.decoder import PackedDocuments
 from graftune.plan import resolve_auto
-from graftune.session import text
 from graftune.settings.config import Config, leaves
 from graftune.settings.keywords import Settings
 from graftune.settings.sections import TrainConfig
@@ -200,25 +198,6 @@ def test_samples(opened):
     logits = torch.log_softmax(session.parts.decoder.logits(_hidden(session, "Say 1")), -1)
     assert greedy.logprobs[0] == pytest.approx(float(logits[0].max()), abs=1e-4)
     assert not any(greedy.sampling_logprobs)
-
-
-def test_samples_have_the_log_probabilities_that_a_forward_pass_computes(opened):
-    """Both kinds, of every token and of the one that ended the sample."""
-    session, prompt = opened(), "Say 1"
-    start = session.tokenizer.encode(prompt, add_special=True)
-    ((whole,),) = session.sample(prompt, max_new_tokens=12, temperature=1.7, seed=4)
-    assert whole.end is None and whole.stopped == "length"
-    how = Sampling(12, 1.7, seed=4, stop_ids=(whole.tokens[7],))
-    (ended,) = text.sampled(session.parts, [start], how, logprobs=True)
-    assert ended.tokens == whole.tokens[: whole.tokens.index(whole.tokens[7])] and ended.end.id == whole.tokens[7]
-    tokens = torch.tensor(start + whole.tokens)
-    run = session.parts.decoder.begin(torch.arange(len(tokens)), PackedDocuments.of([len(tokens)]))
-    logits = session.parts.decoder.logits(session.parts.decoder.hidden(tokens, run))[len(start) - 1 : -1]
-    for scale, found in ((1.0, whole.logprobs), (1.7, whole.sampling_logprobs)):
-        want = torch.log_softmax(logits / scale, -1).gather(1, tokens[len(start) :, None]).squeeze(1)
-        assert torch.allclose(torch.tensor(found), want, atol=1e-5)
-    at = len(ended.tokens)
-    assert ended.end[1:] == pytest.approx((whole.logprobs[at], whole.sampling_logprobs[at]), abs=1e-5)
 
 
 def _hidden(session, prompt):

@@ -77,28 +77,56 @@ BASES = [
     ("runs/godo", ["no such file or folder", "did you mean runs/good?"]),
     ("./x", ["no such file or folder"]),
     ("/nowhere/model", ["no such file or folder"]),
-    ("modle/x", ["nothing"]),
     ("n.gguf", ["no such file or folder", "m.gguf"]),
     ("model/nothing", ["no such file or folder"]),
 ]
-
-
-@pytest.mark.parametrize(("name", "parts"), BASES)
-def test_bases(here: Path, name: str, parts: list[str]) -> None:
-    if parts == ["nothing"]:  # may be a name on the Hub
-        assert recognise.check_base(name) == name
-        return
-    with pytest.raises(GraftuneError) as caught:
-        recognise.check_base(name)
-    assert all(part in str(caught.value) for part in parts), caught.value
-    assert name in str(caught.value)
+DATA = [
+    ("m.gguf", ["is a GGUF model, not data"]),
+    ("model", ["is a model folder, not data"]),
+    ("runs/good", ["is a run folder, not data"]),
+    (
+        "notes.txt",
+        ['is a .txt file, a kind that cannot be read here; convert it to .jsonl, one {"text": "..."} per line'],
+    ),
+    ("old.txt.gz", ["is a .txt file, a kind that cannot be read here; convert it to .jsonl"]),
+    ("table.XLSX", ["is a .xlsx file, a kind that cannot be read here; save it as .csv"]),
+    ("one.arrow", ["Dataset.to_parquet"]),
+    ("adapter", ["--adapter"]),
+    ("run.yaml", ["-c run.yaml"]),
+    ("my.json", ["did you mean my.jsonl?"]),
+    ("nowhere.jsonl", ["no such file or folder"]),
+    ("./nowhere", ["no such file or folder"]),
+]
+TARGETS = [
+    ("my.jsonl", ["is a data file"]),
+    ("run.yaml", ["is a YAML file"]),
+    ("runs/typo", ["runs holds full, good"]),
+    ("runs/typo@best", ["no such file or folder"]),
+    ("runs/good/checkpoints/step-20", ["runs/good@step-20"]),
+    ("w.safetensors", ["give its folder"]),
+]
+CHECKS = {"base": recognise.check_base, "data": recognise.check_data, "target": recognise.check_target}
 
 
 @pytest.mark.parametrize(
-    "name", ["m.gguf", "blob", "model", "owner/name", "owner/name:Q4_K_M", "owner/name/x.gguf", "gpt2"]
+    ("what", "name", "parts"),
+    [(what, *one) for what, some in (("base", BASES), ("data", DATA), ("target", TARGETS)) for one in some],
 )
-def test_bases_that_may_be_one(here: Path, name: str) -> None:
-    assert recognise.check_base(name) == name
+def test_what_is_something_else_is_said(what: str, here: Path, name: str, parts: list[str]) -> None:
+    with pytest.raises(GraftuneError) as caught:
+        CHECKS[what](name)
+    assert all(part in str(caught.value) for part in parts), caught.value
+    assert what != "base" or name in str(caught.value)
+
+
+def test_what_may_be_one(here: Path) -> None:
+    """The name modle/x may be a name on the Hub."""
+    for name in ("m.gguf", "blob", "model", "owner/name", "owner/name:Q4_K_M", "owner/name/x.gguf", "gpt2", "modle/x"):
+        assert recognise.check_base(name) == name
+    for name in ("", "my.jsonl", "data", "data/*.jsonl", "owner/name", "rows.csv.gz"):
+        recognise.check_data(name)
+    for name in ("runs/good", "runs/good@best", "runs/good@step-20", "adapter", "m.gguf", "owner/name"):
+        assert recognise.check_target(name) == name
 
 
 @pytest.mark.parametrize(
@@ -128,61 +156,6 @@ def test_weights_of_adapters(given: str, path: str, weight: float) -> None:
 )
 def test_addresses_of_the_hub(address: str, name: str) -> None:
     assert recognise.check_base(address) == recognise.check_target(address) == name
-
-
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("m.gguf", "is a GGUF model, not data"),
-        ("model", "is a model folder, not data"),
-        ("runs/good", "is a run folder, not data"),
-        (
-            "notes.txt",
-            'is a .txt file, a kind that cannot be read here; convert it to .jsonl, one {"text": "..."} per line',
-        ),
-        ("old.txt.gz", "is a .txt file, a kind that cannot be read here; convert it to .jsonl"),
-        ("table.XLSX", "is a .xlsx file, a kind that cannot be read here; save it as .csv"),
-        ("one.arrow", "Dataset.to_parquet"),
-        ("adapter", "--adapter"),
-        ("run.yaml", "-c run.yaml"),
-        ("my.json", "did you mean my.jsonl?"),
-        ("nowhere.jsonl", "no such file or folder"),
-        ("./nowhere", "no such file or folder"),
-    ],
-)
-def test_data(here: Path, name: str, part: str) -> None:
-    with pytest.raises(GraftuneError) as caught:
-        recognise.check_data(name)
-    assert part in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["", "my.jsonl", "data", "data/*.jsonl", "owner/name", "rows.csv.gz"])
-def test_data_that_may_be_some(here: Path, name: str) -> None:
-    recognise.check_data(name)
-
-
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("my.jsonl", "is a data file"),
-        ("run.yaml", "is a YAML file"),
-        ("runs/typo", "runs holds full, good"),
-        ("runs/typo@best", "no such file or folder"),
-        ("runs/good/checkpoints/step-20", "runs/good@step-20"),
-        ("w.safetensors", "give its folder"),
-    ],
-)
-def test_targets(here: Path, name: str, part: str) -> None:
-    with pytest.raises(GraftuneError) as caught:
-        recognise.check_target(name)
-    assert part in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "name", ["runs/good", "runs/good@best", "runs/good@step-20", "adapter", "m.gguf", "owner/name"]
-)
-def test_targets_that_may_be_one(here: Path, name: str) -> None:
-    assert recognise.check_target(name) == name
 
 
 def test_adapters_and_templates(here: Path) -> None:

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -77,25 +76,6 @@ def test_a_mistake_is_reported_in_one_sentence(
     err = said(capsys, main(arguments))
     assert all(part in err for part in parts), err
     assert not engine.calls, "the engine must not be reached"
-
-
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        ("rnak: 3", "unknown key 'rnak'"),
-        ("rank: x", "rank is 'x'"),
-        ("rank: 0", "rank is 0"),
-        ("a: [", "not valid YAML"),
-        ("- a", "keys and values"),
-    ],
-)
-def test_bad_config_files(
-    engine: Engine, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, part: str
-) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(text)
-    err = said(capsys, main(["train", "-c", str(path)]))
-    assert part in err and str(path) in err
 
 
 @pytest.mark.parametrize(
@@ -189,14 +169,6 @@ def test_verbose_shows_the_traceback_and_the_sentence(engine: Engine, capsys: py
         assert main(line) == 2
         err = capsys.readouterr().err
         assert "Traceback" in err and err.endswith("graftune: holds no rows\n")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_an_unreadable_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("rank: 3")
-    path.chmod(0)
-    assert "cannot be read" in said(capsys, main(["train", "-c", str(path)]))
 
 
 def test_memory_that_is_used_up_is_one_sentence():

@@ -10,7 +10,6 @@ import subprocess
 import sys
 
 import pytest
-import rich.console
 
 from graftune.cli import help, main
 from graftune.cli.app import app
@@ -107,20 +106,6 @@ def test_commands_are_frozen() -> None:
 @pytest.mark.parametrize("command", FROZEN)
 def test_flags_are_frozen(command: str) -> None:
     assert flags(command) == FROZEN[command].split()
-
-
-def test_train_has_a_flag_for_every_leaf_and_shows_its_help_and_default(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(app, "_console", rich.console.Console(width=600))
-    assert main(["train", "--help-all"]) == 0
-    out = capsys.readouterr().out
-    for leaf in (leaf for leaf in leaves() if leaf.section != "rl"):
-        flag = "--" + leaf.name.replace("_", "-")
-        row = next(line for line in out.splitlines() if line.startswith(f"│ {flag} "))
-        assert leaf.help in row
-        if leaf.default not in ("", (), {}):
-            assert "[default: " in row
 
 
 @pytest.mark.parametrize("command", FROZEN)

@@ -15,7 +15,7 @@ import pytest
 
 from graftune.cli import main
 from graftune.settings import converting, other_tools, tool_data
-from graftune.settings.config import Config, leaves
+from graftune.settings.config import Config
 from graftune.settings.tool_files import ToolFile, read_tool_file
 
 Capture = pytest.CaptureFixture[str]
@@ -339,18 +339,6 @@ def test_odd_values_are_converted_or_left_out(value: Any) -> None:
         chosen = names if tool == "axolotl" else tool_data.DATA_NAMES[tool]
         found = converted(dict.fromkeys(chosen, value), tool)
         assert isinstance(Config.of(found.settings), Config) and all(reason for _, reason in found.left_out)
-
-
-def test_the_table_names_functions_and_settings_that_exist() -> None:
-    ours = {leaf.name for leaf in leaves()}
-    rules = {*other_tools.CONVERTED_BY.values(), *other_tools.CLASHES_CONVERTED_BY.values()}
-    assert {rule for rule in rules if rule.partition("=")[0] not in ours} == {
-        *converting._FUNCTIONS,
-        *("batch", "warmup_steps"),
-    }
-    assert all(Config.of({name: value}) for name, is_fixed, value in (r.partition("=") for r in rules) if is_fixed)
-    assert set(other_tools.CLASHES) <= ours
-    ast.parse((FILES / "unsloth_script.py").read_text())
 
 
 def test_the_file_is_not_overwritten(tmp_path: Path, capsys: Capture) -> None:

@@ -140,14 +140,6 @@ def test_a_synonym_is_taken_and_said(engine: Engine, capsys: Capture, name: str,
     assert flags == file and (value == "all" or flags != Config())  # all projections are the default
 
 
-def test_a_file_of_another_tool(engine: Engine, capsys: Capture, tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("base_model: a/b\nlora_r: 8\nlearning_rate: 1e-4\n")
-    assert main(["train", "-c", str(tmp_path / "run.yaml"), "--max_steps", "3"]) == 0
-    ((config,), _) = engine.of("train")[0]
-    assert config == Config.of({"base": "a/b", "rank": 8, "lr": 1e-4, "max_steps": 3})
-    assert capsys.readouterr().err.count(" is taken as ") == 3
-
-
 def test_both_spellings_are_one_too_many(engine: Engine, capsys: Capture, tmp_path: Path) -> None:
     assert main(["train", "--lr", "1", "--learning_rate", "2"]) == 2
     assert "--lr and --learning_rate are the same setting" in capsys.readouterr().err

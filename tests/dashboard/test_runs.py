@@ -65,13 +65,6 @@ def test_settings_that_a_run_does_not_use_do_not_differ(tmp_path: Path) -> None:
     assert ask(client(tmp_path), "/api/runs")["differing"] == ["reward"]
 
 
-def test_folders_whose_names_print_alike_are_different_runs(tmp_path: Path) -> None:
-    for name in (b"a\xff", rb"a\xff"):
-        write_run(tmp_path / os.fsdecode(name), start(3), step(1))
-    found = ask(client(tmp_path), "/api/runs")["runs"]
-    assert sorted(run["id"] for run in found) == [r"a\xff", r"a\xff~"]
-
-
 def test_one_run_in_full(tmp_path: Path) -> None:
     sample = {"event": "sample", "answers": ["<b>x</b>", "y", "scored"], "prompts": ["p", "q", "r"], "shown": 2}
     sample["references"] = ["right"]  # a base that was asked by an earlier version has none
@@ -227,16 +220,6 @@ def test_torn_and_foreign_folders(tmp_path: Path) -> None:
     for path, sentence in ((tmp_path / "none", "no such folder"), (run / "config.yaml", "is a file")):
         with pytest.raises(GraftuneError, match=sentence):
             client(path)
-
-
-@pytest.mark.parametrize("odd", [b"{},{}\n1", b"1", b'{"event": 1}', b'{"event": "step"'])
-def test_a_line_that_is_no_event_spoils_no_other(tmp_path: Path, odd: bytes) -> None:
-    """Lines are decoded many at a time."""
-    path = write_run(tmp_path / "r", start(2)) / "metrics.jsonl"
-    path.write_bytes(lines(start(2), step(1)) + odd + b"\n" + lines(step(2)))
-    log = Log(path)
-    log.advance()
-    assert list(log.steps) == [1, 2] and log.bad == odd.count(b"\n") + 1
 
 
 def test_settings_of_a_file_are_those_of_yaml(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +63,9 @@ def none(completions, **columns):
 def hangs(completions, **columns):
     time.sleep(60)
 
+def unnamed(prompts, /, completions):
+    return []
+
 def std(completions, **columns):
     return [1.0 for one in completions]
 
@@ -79,11 +83,9 @@ def functions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rewarded(path: Path, *names: str, seconds: float = 30.0) -> Any:
     prompts = [PromptRow([], text, {"want": want}, 0) for text, want in (("a", "x"), ("b", None))]
-    rewards = Rewards(RlConfig(reward=tuple(f"{path}:{name}" for name in names), reward_seconds=seconds))
-    try:
+    config = RlConfig(reward=tuple(f"{path}:{name}" for name in names), reward_seconds=seconds)
+    with closing(Rewards(config)) as rewards:
         return rewards(prompts, [["x", "yyyyy"], ["zz", ""]], lambda: None)
-    finally:
-        rewards.close()
 
 
 def test_rewards_are_weighted_sums_of_those_that_apply(functions: Path) -> None:
@@ -119,29 +121,17 @@ def test_why_answers_have_no_reward(functions: Path) -> None:
 
 def test_one_reward_for_all_answers_is_no_reward_of_single_answers(functions: Path) -> None:
     """Held-out prompts have one answer each: repeated one by one, such a function would seem to work."""
-    rewards = Rewards(RlConfig(reward=(f"{functions}:too_few",)))
-    try:
+    with closing(Rewards(RlConfig(reward=(f"{functions}:too_few",)))) as rewards:
         found = rewards([PromptRow([], "", {}, 0)] * 3, [["x"], ["y"], ["z"]], lambda: None)
-    finally:
-        rewards.close()
     assert found.totals == [None] * 3 and "1 numbers for 3 completions" in found.errors["too_few"]
 
 
 def test_a_function_that_needs_what_the_data_lacks_is_refused(functions: Path) -> None:
-    rewards = Rewards(RlConfig(reward=tuple(f"{functions}:{name}" for name in ("length", "wanted"))))
-    try:
+    with closing(Rewards(RlConfig(reward=tuple(f"{functions}:{name}" for name in ("length", "wanted"))))) as rewards:
         rewards.check()
         rewards.check_columns(["want", "other"])
         with pytest.raises(GraftuneError, match=r"wanted takes want, which the data does not have.*\(other\)"):
             rewards.check_columns(["other"])
-    finally:
-        rewards.close()
-
-
-def test_a_parameter_that_has_no_name_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("def reward(prompts, /, completions): return []")
-    with pytest.raises(GraftuneError, match="prompts is positional-only"):
-        Rewards(RlConfig(reward=(str(tmp_path / "own.py"),))).check()
 
 
 def test_a_function_is_not_taken_for_a_figure(functions: Path) -> None:
@@ -155,6 +145,7 @@ def test_a_function_is_not_taken_for_a_figure(functions: Path) -> None:
         ("x.txt", "file.py"),
         ("none.py", "no such file"),
         ("rewards.py:absent", "no function absent"),
+        ("rewards.py:unnamed", "prompts is positional-only"),
         ("rewards.py:length=1.2.3", "file.py:function=WEIGHT"),
     ],
 )
@@ -166,11 +157,9 @@ def test_a_function_that_cannot_be_used_is_refused(text: str, why: str, function
 def test_advantages_are_trls() -> None:
     """Through the reward functions. TRL's advantage of an answer without a reward and of equal rewards is 0."""
     answers, weights = sampled.rewarded_answers(), sampled.WEIGHTS
-    rewards = Rewards(RlConfig(reward=tuple(f"{sampled.FUNCTIONS}:{name}={by}" for name, by in weights.items())))
-    try:
+    named = tuple(f"{sampled.FUNCTIONS}:{name}={by}" for name, by in weights.items())
+    with closing(Rewards(RlConfig(reward=named))) as rewards:
         totals = iter(rewards([PromptRow([], "", {}, 0)] * len(answers), answers, lambda: None).totals)
-    finally:
-        rewards.close()
     groups = [[next(totals) for _ in group] for group in answers]
     assert len(set(groups[0])) == 1 and None not in groups[1] and any(None in group for group in groups)
     for scale in sampled.SCALES:

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from graftune.cli import main
 from graftune.errors import GraftuneError
 from graftune.tokenizer import Tokenizer, from_folder, from_gguf
-from tests.tokenizer.llama_cpp import write_model
 from tests.tokenizer.vocabularies import sentencepiece
 
 K = "tokenizer.ggml."
@@ -46,30 +44,27 @@ def _refused(metadata: dict[str, Any]) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(("key", "value"), WRONG)
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_gguf(kind: str, key: str, value: Any, small_metadata: dict[str, Any]) -> None:
-    good = small_metadata if kind == "gpt2" else sentencepiece()
-    assert f"{K}{key}" in _refused(good | {K + key: value})
+BYTE_LEVEL: list[tuple[str, Any]] = [
+    ("merges", None),
+    ("merges", []),
+    ("merges", ["ab"]),
+    ("merges", ["h e", "qq zz"]),
+    ("merges", [3]),
+    ("merges", "h e"),
+    ("pre", "from-mars"),
+    ("pre", "whitespace"),
+    ("pre", ""),
+    ("pre", 3),
+]
+SCORES: list[tuple[str, Any]] = [("scores", None), ("scores", [0.0]), ("scores", ["a"]), ("add_space_prefix", 1)]
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("merges", None),
-        ("merges", []),
-        ("merges", ["ab"]),
-        ("merges", ["h e", "qq zz"]),
-        ("merges", [3]),
-        ("merges", "h e"),
-        ("pre", "from-mars"),
-        ("pre", "whitespace"),
-        ("pre", ""),
-        ("pre", 3),
-    ],
+    ("kind", "key", "value"),
+    [("gpt2", *one) for one in WRONG + BYTE_LEVEL] + [("llama", *one) for one in WRONG + SCORES],
 )
-def test_gguf_byte_level(key: str, value: Any, small_metadata: dict[str, Any]) -> None:
-    message = _refused(small_metadata | {K + key: value})
+def test_gguf(kind: str, key: str, value: Any, small_metadata: dict[str, Any]) -> None:
+    message = _refused((small_metadata if kind == "gpt2" else sentencepiece()) | {K + key: value})
     assert f"{K}{key}" in message
     assert key != "pre" or not isinstance(value, str) or value in message
 
@@ -88,25 +83,6 @@ def test_a_merge_listed_twice_keeps_its_first_rank(small_metadata: dict[str, Any
     texts = [" the and in there", "hello  world"]
     again = from_gguf(good | {K + "merges": [*good[K + "merges"], *good[K + "merges"][:5]]})
     assert [again.encode(text) for text in texts] == [from_gguf(good).encode(text) for text in texts]
-
-
-def test_exit_2_and_one_sentence(
-    small_metadata: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    metadata = small_metadata | {K + "pre": "from-mars"}
-    path = write_model(tmp_path / "model.gguf", metadata)
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"prompt": "a", "response": "b"}\n')
-    assert main(["data", str(data), "--base", str(path)]) == 2
-    said = capsys.readouterr().err
-    assert "'from-mars' is not supported" in said and "Traceback" not in said
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("scores", None), ("scores", [0.0]), ("scores", ["a"]), ("add_space_prefix", 1)]
-)
-def test_gguf_scores(key: str, value: Any) -> None:
-    assert f"{K}{key}" in _refused(sentencepiece() | {K + key: value})
 
 
 def test_gguf_odds_and_ends(small_metadata: dict[str, Any]) -> None:

@@ -97,15 +97,6 @@ def test_a_batch_is_its_texts_one_by_one(
         assert offsets[1:] == pairs[1:], "a place or a slice is the list's"
 
 
-def test_borders_between_words_are_found_without_the_list(made: dict[str, Tokenizer]) -> None:
-    text = "<|im_start|>user\nWhat is it?<|im_end|>"
-    ((ids, offsets),) = made["byte-level"].encode_batch([text])
-    assert [offsets.border(place) for place in (0, 12, text.index("<|im_end|>"), len(text))] == [
-        0, 1, len(ids) - 1, len(ids),
-    ]  # fmt: skip
-    assert offsets._whole is None and offsets.border(3) is None
-
-
 def test_offsets_of_split_characters_and_special_tokens(smollm: Tokenizer) -> None:
     text = "<|im_start|>a 𓀀!"
     ids, offsets = smollm.encode_with_offsets(text)
