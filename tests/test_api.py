@@ -243,13 +243,9 @@ def test_data_in_memory(opened, data):
             session.prepare(bad)
 
 
-def test_reprs_are_short_and_the_mask_is_shown(opened):
-    session = opened()
-    data = session.prepare(ROWS)
-    batch = next(session.batches(data))
-    for shown in (repr(session), repr(data), repr(batch)):
-        assert len(shown) < 250 and "[" not in shown
-    assert "<mark>It is 0.</mark>" in re.sub(r"&lt;.*?&gt;", "", data._repr_html_())
+def test_the_mask_is_shown_in_a_notebook(opened):
+    shown = opened().prepare(ROWS)._repr_html_()
+    assert "<mark>It is 0.</mark>" in re.sub(r"&lt;.*?&gt;", "", shown)
 
 
 def test_keywords_are_the_settings():

@@ -105,16 +105,22 @@ TARGETS = [
     ("runs/good/checkpoints/step-20", ["runs/good@step-20"]),
     ("w.safetensors", ["give its folder"]),
 ]
-CHECKS = {"base": recognise.check_base, "data": recognise.check_data, "target": recognise.check_target}
+ADAPTERS = [
+    ("qlora", ["for QLoRA set base_dtype to nf4"]),
+    ("adaptr", ["no such adapter; did you mean adapter"]),
+    ("model", ["is a model folder, not an adapter"]),
+]
+TEMPLATES = [("llama3", ["template llama3: no such file; auto"])]
+SAID = {"base": BASES, "data": DATA, "target": TARGETS, "adapter": ADAPTERS, "template": TEMPLATES}
 
 
 @pytest.mark.parametrize(
     ("what", "name", "parts"),
-    [(what, *one) for what, some in (("base", BASES), ("data", DATA), ("target", TARGETS)) for one in some],
+    [(what, *one) for what, some in SAID.items() for one in some],
 )
 def test_what_is_something_else_is_said(what: str, here: Path, name: str, parts: list[str]) -> None:
     with pytest.raises(GraftuneError) as caught:
-        CHECKS[what](name)
+        getattr(recognise, f"check_{what}")(name)
     assert all(part in str(caught.value) for part in parts), caught.value
     assert what != "base" or name in str(caught.value)
 
@@ -127,6 +133,9 @@ def test_what_may_be_one(here: Path) -> None:
         recognise.check_data(name)
     for name in ("runs/good", "runs/good@best", "runs/good@step-20", "adapter", "m.gguf", "owner/name"):
         assert recognise.check_target(name) == name
+    for name in ("adapter", "runs/good"):
+        recognise.check_adapter(name)
+    recognise.check_template("auto")
 
 
 @pytest.mark.parametrize(
@@ -156,20 +165,6 @@ def test_weights_of_adapters(given: str, path: str, weight: float) -> None:
 )
 def test_addresses_of_the_hub(address: str, name: str) -> None:
     assert recognise.check_base(address) == recognise.check_target(address) == name
-
-
-def test_adapters_and_templates(here: Path) -> None:
-    recognise.check_adapter("adapter")
-    recognise.check_adapter("runs/good")
-    recognise.check_template("auto")
-    with pytest.raises(GraftuneError, match="for QLoRA set base_dtype to nf4"):
-        recognise.check_adapter("qlora")
-    with pytest.raises(GraftuneError, match="no such adapter; did you mean adapter"):
-        recognise.check_adapter("adaptr")
-    with pytest.raises(GraftuneError, match="is a model folder, not an adapter"):
-        recognise.check_adapter("model")
-    with pytest.raises(GraftuneError, match="template llama3: no such file; auto"):
-        recognise.check_template("llama3")
 
 
 def test_a_missing_default_base_gives_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:

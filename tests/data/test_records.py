@@ -14,6 +14,7 @@ from graftune.data.record import to_record
 from graftune.data.row import Refusal
 from graftune.data.source import rows, sources
 from graftune.errors import GraftuneError
+from tests.data.helpers import turns
 
 ASKED = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
 SHAREGPT = [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "That."}]
@@ -71,45 +72,60 @@ def test_unusual_spellings_are_noted(name: str, notes: tuple[str, ...]) -> None:
     assert to_record(SAME[name]).notes == notes
 
 
-def test_columns_that_are_not_used_are_named() -> None:
-    plain = {"Prompt": "a", "prompt": "b", "response": "c"}  # of which the plain name is taken
-    for row, unused in ((SAME["dolly"], "category"), (SAME["alpaca with its prompt"], "prompt"), (plain, "Prompt")):
-        assert to_record(row).notes == (f"column not used: {unused}",)
+SYSTEM = {"role": "system", "content": "S"}
+SPOKEN = [{"from": "system", "value": "S"}, *SHAREGPT]
+SPOKEN_SYSTEM = [SYSTEM, *ASKED]
+HISTORY = {"instruction": "c", "output": "d", "history": [["a", "b"]], "system": "S"}
+UNNAMED = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": ""}}
+TWICE = [ASKED[0], {**ASKED[1], "weight": 0}, ASKED[0], {**ASKED[1], "train": True}, *ASKED]
+FUNCTION = {"name": "f", "parameters": {}}
+WRAPPED = {"type": "function", "function": FUNCTION}
+# What else a row says: the messages that it becomes, and parts of the record.
+MORE: dict[str, tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]] = {
+    # Of which the plain name is taken.
+    "a name twice": ({"Prompt": "a", "prompt": "What?", "response": "That."}, ASKED,
+                     {"notes": ("column not used: Prompt",)}),
+    "dolly": (SAME["dolly"], ASKED, {"notes": ("column not used: category",)}),
+    "alpaca with its prompt": (SAME["alpaca with its prompt"], ASKED, {"notes": ("column not used: prompt",)}),
+    "context": ({**SAME["dolly"], "context": "Here."}, [{**ASKED[0], "content": "What?\n\nHere."}, ASKED[1]], {}),
+    "history": (HISTORY, [SYSTEM, *turns("a", "b", "c", "d")], {}),
+    "system prompt of a column": ({"system_prompt": "S", **SAME["question/answer"]}, SPOKEN_SYSTEM, {}),
+    # The template's default would come back otherwise.
+    "empty system turn": ({"messages": [{**SYSTEM, "content": ""}, *ASKED]}, [{**SYSTEM, "content": ""}, *ASKED], {}),
+    "a column that agrees": ({"system": "S\n", "conversations": SPOKEN}, SPOKEN_SYSTEM, {}),
+    "developer": ({"messages": [{**SYSTEM, "role": "developer"}, *ASKED]}, SPOKEN_SYSTEM,
+                  {"notes": ("turns of 'developer' read as system",)}),
+    "TRL trains the completion only": (
+        {"prompt": [*ASKED, ASKED[0]], "completion": ASKED[1:]}, [*ASKED, *ASKED],
+        {"flags": [None, False, None, None], "kind": "messages"},
+    ),
+    # A flag is no part of the message.
+    "weights and flags": ({"messages": TWICE}, ASKED * 3, {"flags": [None, False, None, True, None, None]}),
+    "text beside a call": (
+        {"messages": [ASKED[0], {"role": "assistant", "content": "See", "tool_calls": [UNNAMED]}]},
+        [ASKED[0], {"role": "assistant", "content": "See",
+                    "tool_calls": [{**UNNAMED, "function": {"name": "f", "arguments": {}}}]}], {},
+    ),
+    "reasoning": ({"messages": [ASKED[0], {**ASKED[1], "reasoning_content": "hm", "name": None}]},
+                  [ASKED[0], {**ASKED[1], "reasoning_content": "hm"}], {}),
+    **{
+        f"tools {number}": ({"messages": ASKED, "tools": given}, ASKED, {"tools": tools})
+        for number, (given, tools) in enumerate((
+            ([WRAPPED], [WRAPPED]), (json.dumps([FUNCTION]), [WRAPPED]), (json.dumps([WRAPPED]), [WRAPPED]), ("", None)
+        ))
+    },
+    "bare tools": ({"messages": ASKED, "tools": [FUNCTION]}, ASKED, {
+        "tools": [WRAPPED], "notes": ("tools given without 'type' and 'function', wrapped as OpenAI's are",),
+    }),
+    "tools of TRL": ({**SAME["TRL"], "tools": [FUNCTION]}, ASKED, {"tools": [WRAPPED]}),
+}  # fmt: skip
 
 
-def test_context_history_and_system() -> None:
-    dolly = {**SAME["dolly"], "context": "Here."}
-    assert to_record(dolly).messages[0]["content"] == "What?\n\nHere."
-    row = {"instruction": "c", "output": "d", "history": [["a", "b"]], "system": "S"}
-    assert [m["content"] for m in to_record(row).messages] == ["S", "a", "b", "c", "d"]
-    orca = {"system_prompt": "S", "question": "a", "response": "b"}
-    assert to_record(orca).messages[0] == {"role": "system", "content": "S"}
-    with pytest.raises(Refusal, match="'history' must be a list of"):
-        to_record({**row, "history": ["a"]})
-
-
-def test_system_turns() -> None:
-    """An empty one is kept (the template's default would come back otherwise); a column beside one must agree."""
-    empty = {"messages": [{"role": "system", "content": ""}, *ASKED]}
-    assert to_record(empty).messages[0] == {"role": "system", "content": ""}
-    spoken = [{"from": "system", "value": "S"}, *SHAREGPT]
-    assert [m["role"] for m in to_record({"system": "S\n", "conversations": spoken}).messages][:2] == ["system", "user"]
-    with pytest.raises(Refusal, match="two system prompts: the column 'system' and the first turn differ"):
-        to_record({"system": "other", "conversations": spoken})
-    developer = to_record({"messages": [{"role": "developer", "content": "S"}, *ASKED]})
-    assert developer.messages[0]["role"] == "system" and developer.notes == ("turns of 'developer' read as system",)
-
-
-def test_trl_trains_the_completion_only() -> None:
-    record = to_record({"prompt": [*ASKED, {"role": "user", "content": "More?"}], "completion": ASKED[1:]})
-    assert record.flags == [None, False, None, None] and record.kind == "messages"
-
-
-def test_weights_and_flags() -> None:
-    row = {"messages": [ASKED[0], {**ASKED[1], "weight": 0}, ASKED[0], {**ASKED[1], "train": True}, ASKED[0], ASKED[1]]}
+@pytest.mark.parametrize("name", MORE)
+def test_what_else_a_row_says(name: str) -> None:
+    row, messages, parts = MORE[name]
     record = to_record(row)
-    assert record.flags == [None, False, None, True, None, None]
-    assert record.messages[1] == ASKED[1], "the flag is no part of the message"
+    assert record.messages == messages and {part: getattr(record, part) for part in parts} == parts
 
 
 TOOL_TURNS: dict[str, list[dict[str, Any]]] = {
@@ -132,28 +148,6 @@ def test_tool_calls(name: str, result: dict[str, Any]) -> None:
     assert record.messages[2]["role"] == "tool" and record.messages[2]["content"] == "2"
 
 
-def test_tool_call_details() -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": ""}}
-    made = to_record({"messages": [ASKED[0], {"role": "assistant", "content": "Let me see", "tool_calls": [call]}]})
-    assert made.messages[1]["content"] == "Let me see"
-    assert made.messages[1]["tool_calls"] == [{**call, "function": {"name": "f", "arguments": {}}}]
-    kept = to_record({"messages": [ASKED[0], {**ASKED[1], "reasoning_content": "hm", "name": None}]}).messages[1]
-    assert kept == {**ASKED[1], "reasoning_content": "hm"}
-
-
-def test_tools() -> None:
-    bare = {"name": "f", "parameters": {}}
-    wrapped = {"type": "function", "function": bare}
-    for given in ([bare], [wrapped], json.dumps([bare]), json.dumps([wrapped])):
-        assert to_record({"messages": ASKED, "tools": given}).tools == [wrapped]
-    assert to_record({"messages": ASKED, "tools": [bare]}).notes == (
-        "tools given without 'type' and 'function', wrapped as OpenAI's are",
-    )
-    assert (
-        to_record({"messages": ASKED, "tools": ""}).tools is None and to_record({**SAME["TRL"], "tools": [bare]}).tools
-    )
-
-
 def nest(levels: int) -> Any:
     value: Any = 1
     for _ in range(levels):
@@ -168,6 +162,9 @@ def call(**changes: Any) -> dict[str, Any]:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "two pairs": ({"prompt": "a", "response": "b", "completion": "c"},
                   "ambiguous columns: prompt/response or prompt/completion; say which with map, as prompt=prompt"),
+    "history of text": ({**HISTORY, "history": ["a"]}, "'history' must be a list of"),
+    "two system prompts": ({"system": "other", "conversations": SPOKEN},
+                           "two system prompts: the column 'system' and the first turn differ"),
     "prompt and input": ({"prompt": "a", "input": "b", "outputs": "c"}, "a prompt needs a response"),
     "unknown": ({"foo\x1b[31m": 1}, r"unknown keys: found 'foo\x1b[31m'; expected"),
     "call without name": (call(tool_calls=[{"arguments": {}}]), "not an object with a function's name"),

@@ -158,19 +158,6 @@ def test_cached_logits_equal_the_whole_texts(ours: oracle.Ours, monkeypatch: pyt
     assert not (torch.tensor(starts) + 33 < torch.tensor(lengths)).any()
 
 
-@pytest.mark.few(2)
-@KINDS
-def test_prompts_together_equal_one_by_one(ours: oracle.Ours) -> None:
-    """Some end early, at a stop token, and leave the batch."""
-    alone = [greedy(ours, [p], 12)[0] for p in PROMPTS]
-    assert greedy(ours, PROMPTS, 12) == alone
-    stops = (alone[0][3], alone[2][7])
-    together = greedy(ours, PROMPTS, 12, stops)
-    assert together == [greedy(ours, [p], 12, stops)[0] for p in PROMPTS]
-    cut = [next((i for i, t in enumerate(a) if t in stops), 12) for a in alone]
-    assert together == [a[:n] for a, n in zip(alone, cut, strict=True)] and min(cut) < 12
-
-
 def drawn(
     found: oracle.Ours, prompts: list[list[int]], numbers: list[int], budget: int = 1 << 40, ahead: bool = False
 ) -> list[list[Token]]:

@@ -34,13 +34,6 @@ def test_the_most_likely_only_is_greedy(ours: oracle.Ours) -> None:
         assert generate(ours.decoder, prompts, drawn, ()) == greedy
 
 
-def test_greedy_whole_or_limited() -> None:
-    given = {"greedy": {}, "whole": {"temperature": 0.7}, "limited": {"temperature": 1.0, "top_p": 0.9}}
-    for mode, settings in given.items():
-        assert Sampling(**settings).mode == mode
-    assert Sampling(top_k=3).mode == "greedy" and Sampling(temperature=1.0, top_k=3).mode == "limited"
-
-
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
