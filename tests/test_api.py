@@ -7,9 +7,7 @@ import inspect
 import json
 import re
 import typing
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -155,19 +153,6 @@ def test_a_plan_counts_the_cache_of_earlier_samples(opened, monkeypatch):
         assert (session.parts.cache_held > 0) == bool(samples) and plans[-1].free == (
             1 << 33
         ) - session.parts.cache_held
-
-
-def test_a_gpus_cache_waits_for_the_step(opened, monkeypatch):
-    """A share of the free memory is the cache's, except between the choice of a micro-batch and the step's capture."""
-    parts = opened(device="cpu", tokens_per_micro_batch=64).parts
-    least, free = parts.cache_budget, 1 << 40
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
-    monkeypatch.setattr(parts, "runtime", replace(parts.runtime, device=torch.device("cuda")))
-    assert parts.cache_budget == least
-    vars(parts)["pipeline"] = SimpleNamespace(captures=1)
-    assert parts.cache_budget == int(0.4 * free)
-    parts.keeps_to_plan = True
-    assert parts.cache_budget == least
 
 
 def test_logprobs_are_the_loss(opened):

@@ -133,16 +133,6 @@ def test_a_folder_is_the_old_or_the_new_one(
     assert tried > 5
 
 
-def test_this_system_exchanges(tmp_path: Path) -> None:
-    """Or the test above has shown the fallback twice."""
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / name).touch()
-    if not files._exchange(tmp_path / "one", tmp_path / "two"):
-        pytest.skip("this file system has no exchange")
-    assert (tmp_path / "one" / "two").exists() and (tmp_path / "two" / "one").exists()
-
-
 def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
     for way in (new_file, new_folder):
         with pytest.raises(ZeroDivisionError), way(tmp_path / "x") as aside:

@@ -128,29 +128,42 @@ def test_a_control_token_that_swallows_the_blank_behind_it(tmp_path: Path) -> No
     assert [run.strip() for run in all_runs(data)] == ["b<|im_end|>", "d<|im_end|>"]
 
 
-def test_train_on(tmp_path: Path) -> None:
-    chat = with_template(CHATML)
-    messages: list[dict[str, Any]] = [dict(turn) for turn in turns(*THREE_TURNS)]
-    messages[1]["train"] = True
-    messages[3]["weight"] = 0
-    messages[5]["weight"] = 1
-    record = {"messages": messages}
-    ends = [answer + "<|im_end|>" for answer in ANSWERS]
-    # OpenAI's meaning (D11): a turn of weight 0 is context, one without a weight is trained.
-    assert all_runs(prepared(tmp_path, record, chat)) == [ends[0], ends[2]]
-    assert all_runs(prepared(tmp_path, record, chat, train_on="last")) == ends[2:]
-    flagged = prepared(tmp_path, record, chat, train_on="flagged")
-    assert all_runs(flagged) == [ends[0], ends[2]] and len(flagged.examples) == 1
-    messages[5]["weight"] = 0
-    early = prepared(tmp_path, record, chat, train_on="flagged")
-    assert all_runs(early) == ends[:1] and THREE_TURNS[2] not in tokenizer().decode(early.examples[0].tokens)
-    messages[1]["train"] = False
-    with pytest.raises(GraftuneError, match=r"row 1.*nothing to train"):
-        prepared(tmp_path, record, chat, train_on="flagged")
-    messages[0]["train"] = True
-    with pytest.raises(GraftuneError, match=r"not the assistant's: message 1"):
-        prepared(tmp_path, record, chat, train_on="flagged")
-    assert all_runs(prepared(tmp_path, {"prompt": "a", "response": "b"}, chat, train_on="flagged")) == ["b<|im_end|>"]
+ENDS = [answer + "<|im_end|>" for answer in ANSWERS]
+FLAGGED = {1: {"train": True}, 3: {"weight": 0}, 5: {"weight": 1}}
+EARLY = FLAGGED | {5: {"weight": 0}}
+
+
+def flagged(flags: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    return {"messages": [turn | flags.get(i, {}) for i, turn in enumerate(turns(*THREE_TURNS))]}
+
+
+@pytest.mark.parametrize(
+    ("record", "train_on", "runs"),
+    [
+        # OpenAI's meaning (D11): a turn of weight 0 is context, one without a weight is trained.
+        (flagged(FLAGGED), "all", [ENDS[0], ENDS[2]]),
+        (flagged(FLAGGED), "last", ENDS[2:]),
+        (flagged(FLAGGED), "flagged", [ENDS[0], ENDS[2]]),
+        (flagged(EARLY), "flagged", ENDS[:1]),
+        ({"prompt": "a", "response": "b"}, "flagged", ["b<|im_end|>"]),
+    ],
+)
+def test_train_on(record: dict[str, Any], train_on: str, runs: list[str], tmp_path: Path) -> None:
+    data = prepared(tmp_path, record, with_template(CHATML), train_on=train_on)
+    (example,) = data.examples
+    assert all_runs(data) == runs and tokenizer().decode(example.tokens).endswith(runs[-1])
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (EARLY | {1: {"train": False}}, r"row 1.*nothing to train"),
+        (EARLY | {0: {"train": True}}, r"not the assistant's: message 1"),
+    ],
+)
+def test_flags_that_train_no_answer_are_refused(flags: dict[int, dict[str, Any]], why: str, tmp_path: Path) -> None:
+    with pytest.raises(GraftuneError, match=why):
+        prepared(tmp_path, flagged(flags), with_template(CHATML), train_on="flagged")
 
 
 def test_bos_is_the_templates_business(tmp_path: Path) -> None:

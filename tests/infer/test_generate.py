@@ -225,25 +225,6 @@ def test_a_prompt_of_a_group_is_read_once(llama: oracle.Ours, monkeypatch: pytes
     assert passes_read == [[(0, 16), (0, 16)], [(16, 16)], [(32, 5), (16, 3)]]
 
 
-def test_a_short_call_captures_one_size(llama: oracle.Ours, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However its samples end. A long one shrinks to the few that are left, and both draw the same tokens."""
-    prompts, found = [[5 + i, 9] for i in range(7)], list[Any]()
-    for short in (128, 1):
-        monkeypatch.setattr(generate_module, "SHORT", short)
-        requests = requests_of(llama.decoder, prompts, 20)
-        sampler = sampler_for(llama.decoder, requests, 1 << 40, "cpu")
-        sampler.batch.ahead, ended = True, set[int]()
-        tokens: dict[int, list[int]] = {}
-        for fresh in sampler.rounds(prompts, Sampling(20), [], ended=ended):
-            for index, some in fresh.items():
-                tokens.setdefault(index, []).extend(token.id for token in some)
-            ended.update(range(1, 7))  # after the first block one is left
-        sizes = {size for size, _, _ in sampler.graphs}
-        assert sizes == ({7} if short == 128 else {7, 1})
-        found.append(tokens[0])
-    assert found[0] == found[1] and len(found[0]) == 20
-
-
 def test_a_growing_chat_rarely_needs_a_new_cache(tiny_folder: Any) -> None:
     with graftune.open(tiny_folder("llama"), quiet=True, device="cpu") as session:
         found = [session.parts.sampler([[1] * length], 4) for length in range(20, 240, 20)]

@@ -121,10 +121,9 @@ def test_progress_on_a_terminal_is_a_bar_with_figures() -> None:
     assert "in between" in err.getvalue() and out.getvalue() == "a result\n"
 
 
-def lines(total: int, seconds_a_step: float, done: int = 0, first: float = 0.0) -> list[str]:
+def lines(total: int, seconds_a_step: float, done: int = 0) -> list[str]:
     now, shown = [0.0], []
     progress = LineProgress(total, done, "training", shown.append, clock=lambda: now[0])
-    now[0] += first
     for step in range(done + 1, total + 1):
         now[0] += seconds_a_step
         progress.update(step, loss=0.7134, lr=1.8e-4, tokens=926)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graftune.observe import memory
-from graftune.observe.speed import Meter, clock_text
+from graftune.observe.speed import Meter
 
 
 def test_bytes_are_plausible() -> None:
@@ -51,21 +51,6 @@ def test_the_tightest_cgroup_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert memory.total_bytes() == 1_000_000
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1536, "1.5 KiB"),
-        (200 << 20, "200 MiB"),
-        (3 << 29, "1.5 GiB"),
-        (2 << 50, "2048 TiB"),
-    ],
-)
-def test_human_bytes(count: int, text: str) -> None:
-    assert memory.human_bytes(count) == text
-
-
 def test_meter_follows_the_last_steps() -> None:
     now = [0.0]
     meter = Meter(100, window=4, clock=lambda: now[0])
@@ -97,7 +82,3 @@ def test_pauses_and_a_resumed_start_do_not_count() -> None:
     now[0] += 3
     meter.update(20, 60)
     assert meter.left == 0
-
-
-def test_clock_text() -> None:
-    assert [clock_text(s) for s in (0, 312, 90061)] == ["0:00:00", "0:05:12", "25:01:01"]

@@ -175,21 +175,33 @@ def test_groups_that_teach_nothing_have_no_advantages(scale: str) -> None:
     assert advantages_of([1.0, 1.0, None], scale) == [] == advantages_of([1.0, None], scale)
 
 
-def test_prompts_of_rows() -> None:
-    text = prompt_of({"question": "2 + 2?", "answer": "4", "level": 1})
-    assert text.messages == [{"role": "user", "content": "2 + 2?"}] and text.given == "2 + 2?"
-    assert text.columns == {"answer": "4", "level": 1}
-    turns = [{"role": "user", "content": "Hi"}]
-    for row in ({"prompt": turns}, {"messages": [*turns, {"role": "assistant", "content": "Hello"}]}):
-        found = prompt_of({**row, "system": "Be brief."})
-        assert found.given == turns
-        assert found.messages == [{"role": "system", "content": "Be brief."}, *turns]
-    for speaker in ("gpt", "GPT", "Assistant", " assistant "):  # as in other data
-        row = {"conversations": [{"from": "Human", "value": "Hi"}, {"from": speaker, "value": "Hello"}]}
-        assert prompt_of(row).messages == turns, speaker
-    for row in ({"text": "no prompt"}, {"prompt": " "}, {"messages": []}):
-        with pytest.raises(Refusal):
-            prompt_of(row)
+HI = [{"role": "user", "content": "Hi"}]
+BRIEF = {"role": "system", "content": "Be brief."}
+FROM = [{"from": "Human", "value": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "messages", "given"),
+    [
+        ({"question": "Hi", "answer": "4", "level": 1}, HI, "Hi"),
+        ({"prompt": HI, "system": "Be brief."}, [BRIEF, *HI], HI),
+        ({"messages": [*HI, {"role": "assistant", "content": "Hello"}], "system": "Be brief."}, [BRIEF, *HI], HI),
+        *(
+            ({"conversations": [*FROM, {"from": speaker, "value": "Hello"}]}, HI, FROM)
+            for speaker in ("gpt", "GPT", "Assistant", " assistant ")  # as in other data
+        ),
+    ],
+)
+def test_prompts_of_rows(row: dict[str, Any], messages: list[Any], given: Any) -> None:
+    found = prompt_of(row)
+    assert found.messages == messages and found.given == given
+    assert "answer" not in row or found.columns == {"answer": "4", "level": 1}
+
+
+@pytest.mark.parametrize("row", [{"text": "no prompt"}, {"prompt": " "}, {"messages": []}])
+def test_rows_without_a_prompt_are_refused(row: dict[str, Any]) -> None:
+    with pytest.raises(Refusal):
+        prompt_of(row)
 
 
 def test_rows_without_a_prompt_are_named(tmp_path: Path) -> None:

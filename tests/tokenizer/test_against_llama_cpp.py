@@ -42,8 +42,8 @@ def _agree(ours: Tokenizer, judge: LlamaCpp, texts: list[str], *, special: bool)
 
 
 @pytest.fixture(scope="module")
-def judge(smollm_path: Path) -> LlamaCpp:
-    return LlamaCpp(smollm_path)
+def judge(smollm2: Path) -> LlamaCpp:
+    return LlamaCpp(smollm2)
 
 
 @pytest.mark.few(1)

@@ -120,15 +120,6 @@ def test_special_tokens_only_on_request(smollm: Tokenizer, spm: Tokenizer) -> No
     assert spm.encode("<end_of_turn>") != spm.encode("<end_of_turn>", special=False)
 
 
-def test_facts(smollm: Tokenizer, spm: Tokenizer) -> None:
-    assert (smollm.bos_token, smollm.eos_token, smollm.pad_id) == ("<|im_start|>", "<|im_end|>", 2)
-    assert smollm.vocab_size == 49152 and not smollm.add_bos and not smollm.add_eos
-    assert [smollm.token(id) for id in smollm.stop_ids] == ["<|endoftext|>", "<|im_end|>"]
-    assert spm.add_bos and [spm.token(id) for id in spm.stop_ids] == ["</s>", "<end_of_turn>"]
-    assert smollm.decode([1, 19556, 2]) == "<|im_start|>Hello<|im_end|>"
-    assert smollm.decode([1, 19556, 2], skip_special=True) == "Hello"
-
-
 @ANY
 def test_new_tokens(made: dict[str, Tokenizer], source: str) -> None:
     old = made[source]
