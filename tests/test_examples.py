@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -50,15 +49,6 @@ def test_the_six_are_there():
     assert {path.stem for path in EXAMPLES} == names
     listed = (ROOT / "examples" / "README.md").read_text()
     assert all(f"({path.name})" in listed for path in EXAMPLES)
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_the_head_says_why(path: Path):
-    head = re.match(r"(#.*\n)+", path.read_text())
-    assert head is not None
-    lines = head[0].splitlines()
-    assert len([line for line in lines if not line.startswith("#   ")]) >= 3, "three lines of reasons"
-    assert any(line.startswith("#   graftune train") for line in lines)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -94,3 +94,14 @@ def test_groups_and_numbers_are_stored(times: int) -> None:
     plain = [examples[1], examples[0], examples[4]]
     for part in (some, plain):
         assert numbers_of(part, "label", 0.5).tolist() == [0.0, 1.0, 0.5]
+
+
+def test_a_rated_answer_is_one_example_with_a_number(tmp_path: Path) -> None:
+    """What answers refuse as made for another loss is a kind's column here."""
+    rows = [{"prompt": f"Say {i}", "completion": "so", "label": bool(i % 2)} for i in range(4)]
+    with pytest.raises(GraftuneError, match="rated good or bad"):
+        load(tmp_path, *rows)
+    data = load(tmp_path, *rows, kind=DataKind("rated answers", numbers=("label",)))
+    assert (
+        numbers_of(data.examples, "label", 9.0).tolist() == [0, 1, 0, 1] and not (groups_of(data.examples) >= 0).any()
+    )

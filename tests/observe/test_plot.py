@@ -43,16 +43,6 @@ def evaluated(*at: int) -> Any:
     )
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("at", [(0,), (30,), (0, 10, 30)])
-def test_evaluations_are_points_joined_by_a_dotted_line(at: tuple[int, ...]) -> None:
-    lines = evaluated(*at).axes[0].lines
-    points = next(line for line in lines if line.get_label() == "validation")
-    assert list(points.get_xdata()) == list(at) and points.get_linestyle() == "None", "also the one before step 1"
-    dotted = [list(line.get_xdata()) for line in lines if line.get_linestyle() == ":"]
-    assert dotted == ([list(at)] if len(at) > 1 else [])
-
-
 def test_the_axis_fits_the_data_and_labels_stay_clear_of_the_legend() -> None:
     figure = evaluated(0, 10, 30)
     axes = figure.axes[0]
