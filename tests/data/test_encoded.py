@@ -24,6 +24,7 @@ from graftune.errors import GraftuneError
 from graftune.io import digest
 from graftune.observe.console import Console
 from graftune.settings.sections import DataConfig
+from graftune.tokenizer import Tokenizer
 from tests.data.helpers import CHATML, jsonl, tokenizer, turns, with_template
 
 CHAT = with_template(CHATML)
@@ -99,28 +100,31 @@ def test_a_second_start_finds_what_the_first_one_made(tmp_path: Path, encoded: l
     assert prepare(moved, CHAT, DataConfig()).digest == first.digest and len(encoded) == 1, "content, not place"
 
 
-@pytest.mark.parametrize("change", ["data", "tokenizer", "template", "setting", "file template", "code"])
+# What is prepared after a first time with ROWS, CHAT and a max_seq_len of 64.
+CHANGED: dict[str, tuple[list[Any], Tokenizer, int]] = {
+    "data": ([*ROWS, ROWS[0]], CHAT, 64),
+    "tokenizer": (ROWS, dataclasses.replace(CHAT, backend=tokenizer().with_tokens(["<new>"]).backend), 64),
+    "template": (ROWS, with_template(CHATML.replace("m.role", "'x' + m.role")), 64),
+    "setting": (ROWS, CHAT, 32),
+    "file template": (ROWS, CHAT, 64),
+    "code": (ROWS, CHAT, 64),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
 def test_whatever_decides_a_token_makes_another_entry(
     tmp_path: Path, encoded: list[int], change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, chat, config = jsonl(tmp_path / "d.jsonl", *ROWS), CHAT, DataConfig(max_seq_len=64)
-    template = tmp_path / "t.jinja"
+    path, template = jsonl(tmp_path / "d.jsonl", *ROWS), tmp_path / "t.jinja"
     template.write_text(CHATML)
-    if change == "file template":
-        config = dataclasses.replace(config, template=str(template))
-    prepare(path, chat, config)
-    if change == "data":
-        jsonl(Path(path), *ROWS, ROWS[0])
-    elif change == "tokenizer":
-        chat = dataclasses.replace(chat, backend=tokenizer().with_tokens(["<new>"]).backend)
-    elif change == "template":
-        chat = with_template(CHATML.replace("m.role", "'x' + m.role"))
-    elif change == "setting":
-        config = dataclasses.replace(config, max_seq_len=32)
-    elif change == "file template":
-        template.write_text(CHATML.replace("endfor", "endfor ") + " ")
-    else:
+    config = DataConfig(max_seq_len=64, template=str(template) if change == "file template" else "auto")
+    prepare(path, CHAT, config)
+    rows, chat, longest = CHANGED[change]
+    jsonl(Path(path), *rows)
+    template.write_text(CHATML.replace("endfor", "endfor ") + " ")
+    if change == "code":
         monkeypatch.setattr(cached, "_code", lambda: "another version")
+    config = dataclasses.replace(config, max_seq_len=longest)
     prepare(path, chat, config)
     assert len(encoded) == 2 and len(kept()) == 2
     apart = dataclasses.replace(config, val_split=0.4, eval_examples=3, date="2026-01-01")

@@ -106,10 +106,7 @@ def test_templates_that_windows_do_not_show(name: str, monkeypatch: pytest.Monke
 def test_generated_templates(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(16 if THOROUGH else 8):
         spec = Spec.random(random.Random(seed))
-        try:
-            compared(seed, with_template(spec.source()), monkeypatch, calls=spec.calls != "none" and not spec.beside)
-        except AssertionError as error:
-            raise AssertionError(f"case {seed}: {spec}") from error
+        compared(seed, with_template(spec.source()), monkeypatch, calls=spec.calls != "none" and not spec.beside)
 
 
 def long(way: str, turns: int) -> Messages:
