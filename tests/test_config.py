@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graftune.errors import GraftuneError
-from graftune.io.yaml_file import parse_yaml
 from graftune.settings.config import Config, leaves
 from graftune.settings.sections import Resume
 from graftune.settings.targets import PROJECTIONS, expand_targets
@@ -160,11 +159,6 @@ def test_bad_files_are_one_sentence(tmp_path: Path, text: str, part: str) -> Non
     with pytest.raises(GraftuneError, match=part) as caught:
         Config.load(path)
     assert str(path) in str(caught.value) and len(str(caught.value)) < 600
-
-
-def test_too_many_values_end_the_reading() -> None:
-    with pytest.raises(GraftuneError, match="holds too many values; keep to settings"):
-        parse_yaml("a: [" + "1, " * 200 + "1]", "x.yaml", most=100)
 
 
 def test_mappings_come_from_text_and_from_yaml(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,37 +29,38 @@ def phase(name: str) -> dict[str, Any]:
     return {"event": "phase", "phase": name}
 
 
+GO_ON = "go on with: graftune train --resume RUN"
+BEST = "the best validation loss was 1.5, at step 5"
+# What happens in a run's folder, who holds its lock after that and since when, and what it says. In the order of time.
+TRAINS, GONE = 999.0, None
+STORY: list[tuple[list[dict[str, Any]], float | None, str, str]] = [
+    ([], TRAINS, "preparing", ""),
+    ([start(9)], TRAINS, "preparing", ""),
+    ([phase("evaluating")], TRAINS, "evaluating", ""),
+    ([phase("compiling")], TRAINS, "compiling", ""),
+    ([step(1), phase("training"), step(2)], TRAINS, "training", "training, step 2 of 9 done"),
+    ([phase("sampling")], TRAINS, "sampling", "answers are sampled and rewarded, step 2 of 9 done"),
+    ([phase("finalising")], TRAINS, "finalising", ""),
+    ([], GONE, "died", f"its process ended at step 2 of 9 without a final event; {GO_ON}"),
+    ([end(2, "interrupted", signal=15)], GONE, "stopped", f"stopped by SIGTERM at step 2 of 9; {GO_ON}"),
+    ([], 1999.0, "stopped", ""),  # the process that wrote it has not ended yet
+    ([], 2001.0, "preparing", ""),  # a resume has begun
+    ([{"event": "resume", "step": 1}], TRAINS, "training", ""),
+    ([], GONE, "died", ""),
+    (
+        [{"event": "eval", "step": 5, "loss": 1.5}, end(5, "early stop")], GONE, "finished",
+        f"stopped early at step 5 of 9, because validation no longer improved; {BEST}",
+    ),
+    ([{"event": "extend", "steps": 20}, step(6), end(20)], GONE, "finished", f"finished at step 20 of 20; {BEST}"),
+]  # fmt: skip
+
+
 def test_from_beginning_to_end(tmp_path: Path) -> None:
-    run, me = write_run(tmp_path / "r"), replace(LockOwner.me(), since=999.0)
-    assert state(run, me)[0] == "preparing"
-    append(run, start(9))
-    assert state(run, me)[0] == "preparing"
-    for name in ("evaluating", "compiling"):
-        append(run, phase(name))
-        assert state(run, me)[0] == name
-    append(run, step(1), phase("training"), step(2))
-    assert state(run, me) == ("training", "training, step 2 of 9 done")
-    append(run, phase("sampling"))
-    assert state(run, me) == ("sampling", "answers are sampled and rewarded, step 2 of 9 done")
-    append(run, phase("finalising"))
-    assert state(run, me)[0] == "finalising"
-    died = state(run, None)
-    assert died == (
-        "died",
-        f"its process ended at step 2 of 9 without a final event; go on with: graftune train --resume {run}",
-    )
-    append(run, end(2, "interrupted", signal=int(signal.SIGTERM)))
-    stopped = state(run, None)
-    assert stopped == ("stopped", f"stopped by SIGTERM at step 2 of 9; go on with: graftune train --resume {run}")
-    assert state(run, replace(me, since=1999.0))[0] == "stopped", "the process that wrote it has not ended yet"
-    assert state(run, replace(me, since=2001.0))[0] == "preparing", "a resume has begun"
-    append(run, {"event": "resume", "step": 1})
-    assert state(run, me)[0] == "training" and state(run, None)[0] == "died"
-    append(run, {"event": "eval", "step": 5, "loss": 1.5}, end(5, "early stop"))
-    early = "stopped early at step 5 of 9, because validation no longer improved"
-    assert state(run, None) == ("finished", f"{early}; the best validation loss was 1.5, at step 5")
-    append(run, {"event": "extend", "steps": 20}, step(6), end(20))
-    assert state(run, None)[1].startswith("finished at step 20 of 20")
+    run = write_run(tmp_path / "r")
+    for happened, since, name, says in STORY:
+        append(run, *happened)
+        found, sentence = state(run, None if since is None else replace(LockOwner.me(), since=since))
+        assert found == name and says.replace("RUN", str(run)) in ("", sentence), (happened, sentence)
 
 
 @pytest.mark.parametrize(

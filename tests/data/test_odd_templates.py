@@ -107,6 +107,18 @@ NO_SYSTEM = (
     "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+EMPTY_BLOCKS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' %}{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}"
+    "{{ m.content + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if thinking is defined and not thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+ONLY_FULL_BLOCKS = EMPTY_BLOCKS.replace(
+    "'<think>\n' + (m.reasoning_content or '')", "'<think>\n' + m.reasoning_content"
+).replace("{% if m.role == 'assistant' %}", "{% if m.reasoning_content %}")
+EMPTY, FULL = "<think>\n\n</think>\n\n", "<think>\nwhy\n</think>\n\n"
+# Another spelling of the field that the template reads.
+THOUGHT = [*turns("a", "b", "c"), asked("d", thinking="why")[1]]
 DEFAULT = CHATML.replace("{% for", "{% if messages[0].role != 'system' %}{{ 'DEFAULT' }}{% endif %}{% for")
 PARTS = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}{% else %}"
@@ -404,6 +416,21 @@ CASES = {
     "no system turn": Case(
         DEFAULT, turns("a", "b"), [f"b{END}"], prompt=f"DEFAULT<|im_start|>user\na{END}\n{START}"
     ),
+    **{
+        f"blocks of reasoning, {choice}": Case(EMPTY_BLOCKS, THOUGHT, trained, notes, {"train_reasoning": choice})
+        for choice, trained, notes in (
+            ("all", [f"{EMPTY}b{END}", f"{FULL}d{END}"], {}),
+            ("not_empty", [f"b{END}", f"{FULL}d{END}"], {}),
+            ("none", [f"b{END}", f"d{END}"], {}),
+            ("auto", [f"b{END}", f"{FULL}d{END}"], {EMPTY_NOT_TRAINED: 0}),  # where the template writes empty blocks
+        )
+    },
+    "blocks only where there is reasoning": Case(
+        ONLY_FULL_BLOCKS, THOUGHT, [f"b{END}", f"{FULL}d{END}"], among={EVERYTHING_TRAINED: 0}
+    ),
+    "a variable that closes the block": Case(
+        EMPTY_BLOCKS, turns("a", "b"), [f"b{END}"], settings={"template_vars": {"thinking": False}}, prompt=EMPTY
+    ),
     # Ministral 3's template reads it from the list of parts; a template that prints a list as JSON does not.
     **{
         f"reasoning as a part of the content, {choice}": Case(PARTS, REASONED, trained, {}, {"train_reasoning": choice})
@@ -477,39 +504,13 @@ def test_a_system_prompt_in_the_last_turn_only(tmp_path: Path) -> None:
     assert len(data.examples) == 2 and all("Be brief.\n" in prompt for prompt in data.prompts)
 
 
-def test_template_vars_and_reasoning(tmp_path: Path) -> None:
-    source = (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-        "{% if m.role == 'assistant' %}{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}"
-        "{{ m.content + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
-        "{% if thinking is defined and not thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
-    )
-    chat, messages = with_template(source), turns("a", "b", "c", "d")
-    messages[3]["thinking"] = "why"  # another spelling of the field that the template reads
-    empty, full = "<think>\n\n</think>\n\n", "<think>\nwhy\n</think>\n\n"
-    for choice, runs in {
-        "all": [f"{empty}b<|im_end|>", f"{full}d<|im_end|>"],
-        "not_empty": ["b<|im_end|>", f"{full}d<|im_end|>"],
-        "none": ["b<|im_end|>", "d<|im_end|>"],
-    }.items():
-        data = prepared(tmp_path, {"messages": messages}, chat, train_reasoning=choice)
-        assert all_runs(data) == runs and not any("auto" in note for note in data.summary.notes)
-        if choice == "not_empty":  # what auto means for a template that writes empty blocks
-            chosen = prepared(tmp_path, {"messages": messages}, chat)
-            assert all_runs(chosen) == runs and chosen.summary.notes == {EMPTY_NOT_TRAINED: 0} | data.summary.notes
-    field = source.replace("'<think>\n' + (m.reasoning_content or '')", "'<think>\n' + m.reasoning_content").replace(
-        "{% if m.role == 'assistant' %}", "{% if m.reasoning_content %}"
-    )
-    data = prepared(tmp_path, {"messages": messages}, with_template(field))  # the block only where there is reasoning
-    assert all_runs(data) == ["b<|im_end|>", f"{full}d<|im_end|>"] and EVERYTHING_TRAINED in data.summary.notes
-    data = prepared(tmp_path, {"messages": turns("a", "b")}, chat, template_vars={"thinking": False})
-    assert data.prompts[0].endswith(empty) and all_runs(data) == ["b<|im_end|>"]
-    for variables, why in (
-        ({"messages": "x"}, "messages is set by graftune"),
-        ({"thinkng": 1}, "reads no variable 'thinkng'"),
-    ):
-        with pytest.raises(GraftuneError, match=why):
-            prepared(tmp_path, {"messages": messages}, chat, template_vars=variables)
+@pytest.mark.parametrize(
+    ("variables", "why"),
+    [({"messages": "x"}, "messages is set by graftune"), ({"thinkng": 1}, "reads no variable 'thinkng'")],
+)
+def test_variables_that_a_template_does_not_read(variables: dict[str, Any], why: str, tmp_path: Path) -> None:
+    with pytest.raises(GraftuneError, match=why):
+        prepared(tmp_path, {"messages": TWO}, with_template(EMPTY_BLOCKS), template_vars=variables)
 
 
 def test_reasoning_behind_a_token_across_the_border(tmp_path: Path) -> None:
