@@ -166,8 +166,9 @@ def test_eval(engine: Engine, capsys: Capture) -> None:
 
 def test_eval_says_what_became_of_the_data(engine: Engine, capsys: Capture) -> None:
     engine.summary = Summary(
-        refused={"bad JSON": 1}, truncated={"start of the prompt cut": 2}, duplicates=3, examples=7
-    )
+        refused={"bad JSON": 1}, truncated={"start of the prompt cut": 2}, duplicates=3, examples=7, max_seq_len=64,
+        lengths={8: 2, 90: 2},
+    )  # fmt: skip
     engine.summary.notes["read as Windows-1252"] = 0
     assert main(["eval", "runs/a", "d.jsonl", "--json"]) == 0
     out, err = capsys.readouterr()
@@ -175,6 +176,7 @@ def test_eval_says_what_became_of_the_data(engine: Engine, capsys: Capture) -> N
     assert document["left_out"] == {"bad JSON": 1} and document["shortened"] == {"start of the prompt cut": 2}
     assert "1 row left out: bad JSON" in err and "2 examples shortened: start of the prompt cut" in err
     assert "3 of 7 examples" in err and "read as Windows-1252" in err
+    assert "50% of the examples are longer than max_seq_len 64 and were shortened" in err
 
 
 def test_base_flag_makes_the_target_an_adapter(engine: Engine) -> None:
