@@ -111,12 +111,12 @@ ADAPTERS = [
     ("model", ["is a model folder, not an adapter"]),
 ]
 TEMPLATES = [("llama3", ["template llama3: no such file; auto"])]
-SAID = {"base": BASES, "data": DATA, "target": TARGETS, "adapter": ADAPTERS, "template": TEMPLATES}
+REFUSED = {"base": BASES, "data": DATA, "target": TARGETS, "adapter": ADAPTERS, "template": TEMPLATES}
 
 
 @pytest.mark.parametrize(
     ("what", "name", "parts"),
-    [(what, *one) for what, some in SAID.items() for one in some],
+    [(what, *one) for what, some in REFUSED.items() for one in some],
 )
 def test_what_is_something_else_is_said(what: str, here: Path, name: str, parts: list[str]) -> None:
     with pytest.raises(GraftuneError) as caught:
