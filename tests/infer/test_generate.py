@@ -179,7 +179,7 @@ def drawn(
     return answers
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @KINDS
 def test_a_sample_is_the_same_alone_and_in_any_batch(ours: oracle.Ours, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a group whose prompt is read once, in a place that others had before, after others ended, and as on CUDA."""
