@@ -56,6 +56,7 @@ def test_empty_file_empty_section_and_bom(tmp_path: Path) -> None:
     assert Config.load(write(tmp_path, "")) == Config()
     assert Config.load(write(tmp_path, "lora:\n# rank: 8\ntrain:\n")) == Config()
     assert Config.load(write(tmp_path, "\ufeffrank: 8\n")).lora.rank == 8
+    assert Config.load(write(tmp_path, "out:\nrank: 8\n")) == Config.of({"rank": 8})
 
 
 def test_later_layers_win() -> None:
