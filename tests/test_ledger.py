@@ -260,7 +260,7 @@ def test_reservations_that_cannot_be_are_refused() -> None:
     good = reservation.new_reservation(GPU, 60, "test", "")
     assert described(reservation.read_reservation(good.document() | {"task": "\x1b[2J"})).isprintable()
     for name, value in (("planned", -60), ("measured", 2**63), ("ticket", -1), ("started", 1e300), ("task", 1)):
-        with pytest.raises(ValueError, match="out of range|task is not of type str"):
+        with pytest.raises(ValueError, match=r"out of range|task is not of type str"):
             reservation.read_reservation({**good.document(), name: value})
     for wrong in ([], {}, None, good.document() | {"more": 1}):
         with pytest.raises(ValueError, match="other fields"):
