@@ -5,6 +5,7 @@ Times are those of a clock that ticks at every stamp: nothing here depends on ho
 
 from __future__ import annotations
 
+import ast
 import itertools
 from contextlib import nullcontext
 from pathlib import Path
@@ -268,3 +269,17 @@ def test_steps_are_profiled_in_turn_with_plain_ones(tiny_folder) -> None:
     found = profiler.profiled(loop, lambda: sent(loop), torch.device("cpu"), steps=3)
     assert len(found.samples) == len(found.plain) == 3 and found.facts["captured"] is False
     assert found.document()["owned"] > 0.95
+
+
+def test_the_hot_path_has_few_calls_of_spans_and_rehearsal() -> None:
+    """Kernels name their own operation, so a step need not."""
+    package = Path(spans.__file__).parent
+    files = [file for folder in ("step", "model", "losses", "kernels") for file in (package / folder).rglob("*.py")]
+    calls = [
+        node
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if isinstance(node.func.value, ast.Name) and node.func.value.id in ("spans", "rehearsal")
+    ]
+    assert 40 < len(calls) <= 60
