@@ -32,7 +32,6 @@ from graftune.io.json_file import NotJson, read_object
 from graftune.settings.config import Config
 from graftune.settings.sources import Source
 from graftune.tokenizer import core, examine, examine_process, from_folder
-from graftune.weights import checkpoint
 from tests.fuzz import seeds
 
 
@@ -113,15 +112,6 @@ def test_padding_and_truncation_of_a_file_are_not_ours(tmp_path: Path) -> None:
         (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer | more))
         found.append(from_folder(tmp_path).encode("ab" * 9))
     assert found[0] == found[1] and len(found[0]) > 2
-
-
-def test_odd_names_among_checkpoints(tmp_path: Path) -> None:
-    root = tmp_path / "checkpoints"
-    for name in ("step-\u00b2", "step-3.part", "step-", "step--1", "step-" + "9" * 20):
-        (root / name).mkdir(parents=True)
-        (root / name / "state.json").write_text("{}")
-    (root / "step-4").symlink_to("/nowhere")
-    assert checkpoint.steps(root) == {}
 
 
 @pytest.mark.parametrize("zeros", [8, 10_240])

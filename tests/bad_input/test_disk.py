@@ -12,7 +12,7 @@ import pytest
 
 from graftune.cli import main
 from graftune.observe.events import read_events
-from graftune.weights import checkpoint, safetensors_io
+from graftune.weights import checkpoint
 from tests.bad_input.conftest import Refuse
 from tests.support.thorough import THOROUGH
 from tests.training.runs import SETTINGS, adapter_bytes, write_data
@@ -114,36 +114,3 @@ def test_a_clock_that_is_set_back(
     times = [event["time"] for event in read_events(run / "metrics.jsonl")]
     assert max(times) - min(times) > 1.9 * 86400 and times != sorted(times)
     assert adapter_bytes(run) == adapter_bytes(want) and (run / "report.html").exists()
-
-
-def test_no_space_for_the_log(base: Path, data: Path, tmp_path: Path, refuse: Refuse, monkeypatch) -> None:
-    from graftune.observe.events import EventLog
-
-    real, calls = EventLog.emit, 0
-
-    def emit(self: EventLog, event: str, **fields: Any) -> None:
-        nonlocal calls
-        calls += event == "step"
-        if calls == 3:
-            calls += 1
-            self._file.write(b'{"event": "st')
-            self._file.flush()
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(self, event, **fields)
-
-    monkeypatch.setattr(EventLog, "emit", emit)
-    assert "no space left" in refuse(base, data, out=tmp_path / "run", keeps=True)
-    assert main(["train", "--resume", str(tmp_path / "run"), "--quiet"]) == 0
-
-
-def test_safetensors_own_error_is_a_sentence_too(
-    base: Path, data: Path, tmp_path: Path, refuse: Refuse, monkeypatch
-) -> None:
-    """A full disk under save_file comes as a SafetensorError with the number in its text."""
-    from safetensors import SafetensorError
-
-    def save_file(tensors: Any, path: str, metadata: Any = None) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr(safetensors_io, "save_file", save_file)
-    assert "no space left" in refuse(base, data, out=tmp_path / "run", keeps=True)

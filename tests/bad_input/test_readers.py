@@ -143,13 +143,18 @@ INDEXES: dict[str, tuple[Any, str]] = {
     "no name": ({"t1": ""}, "is not a shard index"),
     "a list": (["s1.safetensors"], "is not a shard index"),
     "a number": ({"t1": 5}, "is not a shard index"),
+    "no JSON": ("{", "is not valid JSON"),
+    "nested": ("[" * 100_000, "nested too deeply"),
+    "no object": ("[]", "is not valid JSON"),
+    "no map": ("{}", "is not a shard index"),
 }
 
 
 @pytest.mark.parametrize("case", INDEXES)
 def test_indexes(case: str, shards: Path) -> None:
     where, said = INDEXES[case]
-    (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    told = where if isinstance(where, str) else json.dumps({"weight_map": where})
+    (shards / "model.safetensors.index.json").write_text(told)
     with pytest.raises(GraftuneError) as caught:
         safetensors_io.open_folder(shards)
     assert said in str(caught.value) and str(shards) in str(caught.value)

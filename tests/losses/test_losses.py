@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from graftune.batch import BatchLayout, Example, Field, PackedBatch
+from graftune.batch import Example, Field, PackedBatch
 from graftune.data.pack import Capacities, capacities, pack, plan_epoch
 from graftune.errors import GraftuneError
-from graftune.kernels import linear_cross_entropy
 from graftune.losses import Anchored, CrossEntropy, Loss, choose
 from graftune.settings.sections import LoraConfig, TrainConfig
 from graftune.step.evaluate import evaluate
@@ -99,24 +98,6 @@ def test_loss_and_gradients_are_autograds(
     for name in ours.arena.slots:
         grad, theirs = ours.arena.view(name, ours.arena.grads), want["grads"][oracle.peft_name(name)]
         assert theirs.norm() > 1e-4 and (grad - theirs).norm() / theirs.norm() < 2e-5, name
-
-
-def test_without_weights_the_head_is_asked_for_none(tiny_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call, loss and gradient together, no weights: what is launched is what was launched before there were any."""
-    asked: list[Any] = []
-    plain = linear_cross_entropy.forward
-
-    def watched(*args: Any, weights: Any, **how: Any) -> Any:
-        asked.append((weights, how["need_grad"]))
-        return plain(*args, weights=weights, **how)
-
-    monkeypatch.setattr(linear_cross_entropy, "forward", watched)
-    monkeypatch.setattr(linear_cross_entropy, "log_probs", lambda *_, **__: pytest.fail("a second pass"))
-    ours = oracle.ours(tiny_folder("llama"))
-    data = examples(9, 14, weighted=False)
-    loss = CrossEntropy()
-    Step(ours.decoder, ours.arena, loss=loss).micro_step(packed(loss, data, fixed=True))
-    assert asked == [(None, True)]
 
 
 @pytest.mark.parametrize("anchor", [0.0, ANCHOR], ids=["cross_entropy", "anchored"])
@@ -237,25 +218,6 @@ def test_groups_stay_together_in_their_order() -> None:
         lengths, tokens_per_step=200, micro_capacity=100, seed=3, epoch=1, groups=torch.arange(61).numpy()
     )
     assert alone == ones, "groups of one are no groups"
-
-
-def test_evaluation_keeps_groups_together(tiny_folder: Folder) -> None:
-    class Paired(CrossEntropy):
-        def __init__(self) -> None:
-            self.bins: list[list[int]] = []
-
-        def layout(self, examples: Any) -> BatchLayout:
-            return BatchLayout(groups=lambda held: torch.arange(len(held)).numpy() // 2)
-
-        def __call__(self, output: Any, batch: PackedBatch, *args: Any, **how: Any) -> Any:
-            self.bins.append(list(batch.lengths))
-            return super().__call__(output, batch, *args, **how)
-
-    data, ours = examples(10, 11, 12, 13, 14, 15, weighted=False), oracle.ours(tiny_folder("llama"))
-    loss = Paired()
-    got = evaluate(ours.decoder, data, capacity=40, loss=loss)
-    assert loss.bins == [[10, 11], [12, 13], [14, 15]], "by length alone, three would fit the first"
-    assert got.loss == pytest.approx(evaluate(ours.decoder, data, capacity=100).loss, rel=1e-6)
 
 
 def test_a_loss_that_cannot_work_is_refused_in_one_sentence() -> None:

@@ -1,4 +1,5 @@
-"""How adapters start: A as PEFT draws it, B zero, the same bytes for the same seed; and the scale follows the rank."""
+"""How adapters start: A as PEFT draws it, B zero, the same bytes for the same seed; and the scale follows the rank.
+And how a model starts that is trained from nothing."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ import math
 import pytest
 import torch
 
-from graftune.model.lora import initialise, scaling
+from graftune.model.lora import build_arena, initialise, scaling, start_from_scratch
 from graftune.settings.sections import LoraConfig
 from graftune.settings.targets import PROJECTIONS
-from tests.support import oracle
+from tests.support import oracle, quantised
 
 RANK = 8
 
@@ -74,3 +75,16 @@ def test_alpha_is_twice_the_rank_unless_it_is_set(settings, alpha, scale):
     lora = LoraConfig(**settings)
     assert lora.resolved().alpha == alpha and lora.resolved().resolved() == lora.resolved()
     assert scaling(lora) == scaling(lora.resolved()) == pytest.approx(scale)
+
+
+def test_a_model_from_nothing_starts_each_part_as_it_says():
+    spec = quantised.delta_spec()
+    arena = build_arena(spec, LoraConfig(), torch.device("cpu"), torch.float32, full=True)
+    start_from_scratch(arena, spec, seed=3)
+    of = {name.removeprefix("layers.0."): arena.view(name, arena.weights) for name in arena.slots}
+    decay = of["linear_attn.A_log"].exp()
+    assert len(decay.unique()) == 16 and decay.min() >= 0.01 and decay.max() <= 16
+    assert (of["linear_attn.dt_bias"] == 1).all() and (of["linear_attn.norm.weight"] == 1).all()
+    spread = {name: float(of[f"{name}.weight"].std()) for name in ("mlp.up_proj", "mlp.down_proj")}
+    assert spread["mlp.up_proj"] == pytest.approx(0.02, rel=0.1)
+    assert spread["mlp.down_proj"] == pytest.approx(0.01, rel=0.1), "it writes to the stream"

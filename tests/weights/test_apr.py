@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import graftune
-from graftune.cli import main
 from graftune.errors import GraftuneError
 from graftune.observe.memory import peak_resident_bytes
 from graftune.weights import apr
@@ -225,22 +224,3 @@ def test_tensors_that_have_no_place(small: Path, tiny_folder: Any, tmp_path: Pat
         load_apr(changed(tmp_path / "x.apr", small, dict.fromkeys(("lora.0.q_proj.lora_a", "lora.0.q_proj.lora_b"))))
     with pytest.raises(GraftuneError, match="made for another base"):
         graftune.open(str(tiny_folder("llama")), adapter=str(small), device="cpu")
-
-
-def test_chat(tiny_folder: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base = tiny_folder("llama")
-    run = shaken(opened(base, rank=3, alpha=32.0))
-    folder = run.save(tmp_path / "adapter")
-    save_apr(tmp_path / "x.apr", load_adapter(folder), run.base.spec)
-    ask = ["--base", str(base), "--prompt", "hello", "--json", "--max-new-tokens", "12", "--compare", "--device", "cpu"]
-    answers = []
-    for target in (folder, tmp_path / "x.apr"):
-        assert main(["chat", str(target), *ask]) == 0
-        answers.append(json.loads(capsys.readouterr().out))
-    assert answers[0] == answers[1] and answers[0]["answer"] != answers[0]["base_answer"]
-    damaged = (tmp_path / "x.apr").read_bytes()[:-1]
-    (tmp_path / "x.apr").unlink()
-    (tmp_path / "x.apr").write_bytes(damaged)
-    assert main(["chat", str(tmp_path / "x.apr"), *ask]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("graftune: ") and said.count("\n") == 1 and "x.apr" in said
