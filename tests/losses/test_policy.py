@@ -58,24 +58,6 @@ def test_an_evaluation_agrees(name: str, model: Model) -> None:
     assert found.figures == pytest.approx(step["figures"], rel=1e-5)
 
 
-def test_on_policy_every_loss_has_the_same_gradient(model: Model) -> None:
-    """With the model's own log-probabilities each ratio is 1, nothing is clipped, and the difference is 0."""
-    ours, data = model("llama-shallow"), sampled.answers()
-    batch = pack(data)
-    ctx = ours.decoder.begin_batch(batch, "cpu")
-    found = ours.decoder.read_out(ours.decoder.forward(batch.tokens, ctx, batch.rows)).log_probs(batch.labels).tolist()
-    for example in data:
-        own = [found.pop(0) if on else 0.0 for on in example.supervised]
-        example.numbers["logprobs"][:] = own  # type: ignore[index]
-    grads = []
-    for name in ("importance_sampling", "ppo", "cispo"):
-        got = stepped(ours, choose(TrainConfig(loss=name)), data, 1000, False)  # type: ignore[arg-type]
-        assert got["figures"]["ratio"] == pytest.approx(1, abs=1e-5) and got["figures"]["difference"] < 1e-5
-        assert got["figures"].get("clipped", 0) == 0
-        grads.append(torch.cat([grad.flatten() for grad in got["grads"].values()]))
-    assert all((grad - grads[0]).norm() < 1e-5 * grads[0].norm() for grad in grads[1:])
-
-
 class Heated(CrossEntropy):
     temperature = 1.7
 

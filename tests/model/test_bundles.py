@@ -4,7 +4,6 @@ compute, to the bit, and the next block is under way while one computes. Here on
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -14,9 +13,8 @@ from graftune.model.bundles import EMBEDDING, HEAD, Bundles, HostMemory
 from graftune.model.decoder import PackedDocuments
 from graftune.model.frozen import Fetched, Unpacked
 from graftune.settings.sections import LoraConfig
-from graftune.step.step import Step
 from graftune.weights.base import Base, open_base, with_new_tokens
-from tests.dist.sharded import EXAMPLES, results
+from tests.dist.sharded import results
 from tests.support import moe, oracle, quantised
 from tests.support.pairwise import pairwise
 
@@ -85,25 +83,6 @@ def test_experts(base_dtype, augmented, tmp_path_factory, monkeypatch):
 def test_rows_of_added_tokens(tiny_folder):
     lora = dataclasses.replace(LORA, new_tokens=("<one>", "<two>"))
     check(with_new_tokens(open_base(str(tiny_folder("llama-untied"))), lora.new_tokens), lora, "fp32")
-
-
-def test_each_block_is_fetched_while_the_one_before_it_computes(tiny_folder):
-    """Forward and backward of a model that starts where the last step left it: the first two blocks are there."""
-    _, fetched = pair(open_base(str(tiny_folder("smollm3"))), LORA, "fp32")  # five layers
-    bundles, log = bundles_of(fetched), []
-    step = Step(fetched.decoder, fetched.arena)
-    step.micro_step(oracle.pack(EXAMPLES))
-    storage, enter = bundles.storage.fetch, bundles.enter
-    names = {id(kept): key for key, bundle in bundles.bundles.items() for kept in bundle.kept}
-    bundles.storage.fetch = lambda kept, into: (log.append(f"fetch {names[id(kept)]}"), storage(kept, into))
-    bundles.enter = lambda key: (log.append(f"enter {key}"), enter(key))
-    step.micro_step(oracle.pack(EXAMPLES))
-    forward = ["enter 0", "fetch 2", "enter 1", "fetch 3", "enter 2", "fetch 4", "enter 3", "enter 4"]
-    backward = ["fetch 2", "enter 3", "fetch 1", "enter 2", "fetch 0", "enter 1", "enter 0"]
-    of_blocks = (line for line in log if EMBEDDING not in line and HEAD not in line)
-    blocks = [line for line, _ in itertools.groupby(of_blocks)]  # one is fetched in several pieces
-    assert blocks[: len(forward)] == forward and blocks[len(forward) :][: len(backward)] == backward
-    assert all(line.startswith("enter") for line in blocks[len(forward) + len(backward) :]), "all is there already"
 
 
 def test_a_table_travels_in_pieces_between_the_blocks(tiny_folder, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,6 @@ from graftune.data.encoded import Examples
 from graftune.data.pack import Capacities
 from graftune.errors import GraftuneError
 from graftune.infer.cache import CACHE, CacheSize, Request
-from graftune.kernels import attention
-from graftune.kernels.attention import timing
 from graftune.kernels.rehearsal import WORKSPACES, Device
 from graftune.losses import Anchored, preference
 from graftune.losses.interface import WEIGHTED
@@ -34,7 +32,6 @@ from graftune.plan import Bytes, Card, Setup, choose, job, libraries, rehearse
 from graftune.plan.counting import block_bytes
 from graftune.plan.rehearse import sampling_cache
 from graftune.runtime import Runtime
-from graftune.session import attention_for
 from graftune.settings.config import Config
 from graftune.settings.sections import LoraConfig
 from graftune.training import prepare
@@ -237,25 +234,25 @@ def test_a_folder_and_a_gguf_are_planned_without_reading_their_weights(tiny_fold
             assert plan.bytes.owners["base"] >= open_base(str(path)).spec.parameters * 4
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("make", "policy"), [(setup, "none"), (gpu, "none"), (gpu, "offload")])
-def test_a_few_layers_tell_of_all(make: Any, policy: str) -> None:
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("make", "more"),
+    [
+        (setup, {}),
+        (gpu, {}),
+        (gpu, {"recompute": "offload"}),
+        (gpu, {"kind": "nf4", "on_host": True}),
+        (gpu, {"kind": "nf4", "ranks": 2}),
+    ],
+)
+def test_a_few_layers_tell_of_all(make: Any, more: Any) -> None:
     def of(layers: int) -> Any:
-        return make(recompute=policy, spec=spec(layers=layers, width=256, ffn=1024, vocab=4000))
+        return make(spec=spec(layers=layers, width=256, ffn=1024, vocab=4000), **more)
 
     found, whole = told(of, 9), rehearse(of(9))
-    assert abs(found.peak / whole.peak - 1) < 1e-3 and abs(found.pools - whole.pools) <= 1e-3 * whole.peak
+    assert abs(found.peak / whole.peak - 1) < 2e-3 and abs(found.pools - whole.pools) <= 1e-3 * whole.peak
     assert found.owners == pytest.approx(whole.owners, rel=0.02, abs=64 << 10)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("where", [{"on_host": True}, {"ranks": 2}], ids=["host", "ranks"])
-def test_a_few_layers_tell_of_all_that_are_fetched(where: Any) -> None:
-    def of(layers: int) -> Any:
-        return gpu(kind="nf4", spec=spec(layers=layers, width=256, ffn=1024, vocab=4000), **where)
-
-    found, whole = told(of, 9), rehearse(of(9))
-    assert abs(found.peak / whole.peak - 1) < 2e-3 and abs(found.host / max(1, whole.host) - 1) < 2e-2
+    assert abs(found.host / max(1, whole.host) - 1) < 2e-2 or not whole.host
 
 
 @pytest.mark.few(1)
@@ -284,66 +281,6 @@ def test_libraries_memory_is_part_of_it() -> None:
     assert 32 * MIB <= more < 64 * MIB, "torch's products: for the one stream of the step and its capture"
     for backend in ("flash", "triton"):
         assert rehearse(gpu(backend=backend)).peak > 0
-
-
-def test_timing_attention_is_part_of_it_and_builds_the_plans_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    from graftune.kernels.attention import cudnn_frontend
-
-    built, plan = [], cudnn_frontend._plan
-    monkeypatch.setattr(cudnn_frontend, "_plan", lambda device, shape: built.append(shape) or plan(device, shape))
-    bare = specs.edited(spec(width=512, ffn=64, vocab=300, head_width=128), score_scale=0.2)
-    rehearse(gpu(spec=bare, evaluates=False))
-    used = set(built)
-    built.clear()
-    timed = rehearse(gpu(spec=bare, evaluates=False, others=("triton",)))
-    assert len(used) == 2 and set(built) == used and len(built) == 2 + 2 * 2 * len(bare.layers)
-    assert timed.peak >= rehearse(gpu(spec=bare, evaluates=False)).peak
-
-
-def test_a_layer_with_other_heads_has_a_backend_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuDNN does not take the widest heads: the layers that it serves keep it."""
-    used: dict[int, set[str]] = {}
-    forward = attention.forward
-
-    def noted(q: torch.Tensor, *more: Any) -> Any:
-        used.setdefault(q.shape[2], set()).add(more[5])
-        return forward(q, *more)
-
-    monkeypatch.setattr(attention, "forward", noted)
-    assert rehearse(gpu(spec=specs.edited(spec(width=256), (1,), head_width=256))).peak > 0
-    assert used == {64: {"cudnn"}, 256: {"flash"}}
-
-
-@pytest.mark.parametrize("convolutions", [(0,), (0, 1, 2)])
-def test_attention_is_timed_in_the_layers_that_have_it(convolutions: tuple[int, ...], monkeypatch: Any) -> None:
-    timed, fastest = [], timing.fastest
-    monkeypatch.setattr(timing, "fastest", lambda *told: timed.append(told[2].heads) or fastest(*told))
-    mixed = {"family": "lfm2", "convolutions": convolutions, "head_width": 128}
-    of = gpu(spec=spec(width=512, ffn=64, vocab=300, **mixed), others=("triton",))
-    assert rehearse(of).peak > 0
-    assert timed == ([(4, 2, 128)] if len(convolutions) < 3 else [])
-
-
-def test_windows_are_counted_over_the_layers_with_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-
-    def choose(*how: Any, **kind: bool) -> attention.Choice:
-        asked.append(how[4])
-        return attention.Choice("cpu", "for the test")
-
-    monkeypatch.setattr(attention, "choose", choose)
-    where = Runtime(torch.device("cpu"), torch.float32, "for the test")
-
-    def windowed(longest: int, layers: Sequence[int], **more: Any) -> bool:
-        made = specs.edited(spec(**more), layers, window=16)
-        attention_for(random_base(made, where.device), where, longest)
-        return asked.pop()
-
-    mixed: dict[str, Any] = {"family": "lfm2", "convolutions": (0, 2)}
-    assert windowed(64, (1,), **mixed), "the only layer with attention has a window"
-    assert not windowed(64, (0, 2), **mixed), "a convolution has no window"
-    assert not windowed(16, (1,), **mixed), "no document reaches it"
-    assert not windowed(64, (0, 1)) and windowed(64, (0, 1, 2))
 
 
 @pytest.mark.few(1)
