@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from graftune.cli import main
-from graftune.observe.events import read_events
 from graftune.weights import checkpoint
 from tests.bad_input.conftest import Refuse
 from tests.support.thorough import THOROUGH
 from tests.training.runs import SETTINGS, adapter_bytes, write_data
-from tests.training.troubles import FullDisk, set_back
+from tests.training.troubles import FullDisk
 
 
 def test_a_file_where_the_folder_should_be(base: Path, data: Path, tmp_path: Path, refuse: Refuse) -> None:
@@ -95,22 +94,3 @@ def test_a_disk_that_is_full_from_the_nth_write_on(
         if len(disk.kinds) < at:
             break
     assert tried > 4
-
-
-def test_a_clock_that_is_set_back(
-    base: Path, straight: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a day amid the run, and by another one at the resume."""
-    data, want = straight
-    run = tmp_path / "run"
-    line = ["train", str(base), str(data), *SETTINGS, "--max-steps", "7", "--quiet", "--out", str(run)]
-    with monkeypatch.context() as patch:
-        set_back(patch.setattr, 86400.0)
-        FullDisk(run, 70).install(patch.setattr)
-        assert main(line) == 2
-    with monkeypatch.context() as patch:
-        set_back(patch.setattr, 2 * 86400.0, after=0)
-        assert main(["train", "--resume", str(run), "--quiet"]) == 0
-    times = [event["time"] for event in read_events(run / "metrics.jsonl")]
-    assert max(times) - min(times) > 1.9 * 86400 and times != sorted(times)
-    assert adapter_bytes(run) == adapter_bytes(want) and (run / "report.html").exists()

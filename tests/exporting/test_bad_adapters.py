@@ -60,11 +60,6 @@ def test_refused_by_name(change: Any, said: str, good: Path, tuned: Any, tmp_pat
         opened(tuned("llama").base, path)
 
 
-def test_of_another_base(good: Path, tmp_path: Path) -> None:
-    with pytest.raises(GraftuneError, match="another base"):
-        opened(models.make_folder("qwen3", tmp_path / "b"), good)
-
-
 def test_cut_anywhere(good: Path, tuned: Any, tmp_path: Path) -> None:
     """At bytes spread over header and blocks; a model that is no adapter is not taken for one either."""
     data, path = good.read_bytes(), tmp_path / "cut.gguf"

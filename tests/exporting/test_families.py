@@ -158,22 +158,6 @@ def test_a_family_that_llama_cpp_does_not_know_is_refused(tmp_path: Path) -> Non
         export(str(folder), "gguf", kind="F32", out=str(tmp_path / "m.gguf"))
 
 
-def test_gemmas_norms_travel_with_adapters_as_pefts_do(tmp_path: Path) -> None:
-    """Trained norms lie less one in the adapter's folder, and come back as they were."""
-    folder = models.make_folder("gemma3-short", tmp_path / "model")
-    run = opened(folder, rank=2, train_norms=True)
-    arena = run.parts.arena
-    arena.weights.add_(torch.randn(len(arena.weights), generator=torch.Generator().manual_seed(1)), alpha=0.1)
-    arena.publish()
-    adapter = run.save(tmp_path / "adapter")
-    stored = load_file(adapter / "adapter_model.safetensors")
-    name = "layers.1.pre_feedforward_layernorm.weight"
-    want = arena.view(name, arena.weights) - 1
-    assert torch.allclose(stored[f"base_model.model.model.{name}"], want, atol=1e-6)
-    back = opened(folder, adapter)
-    assert (back.parts.arena.weights - arena.weights).abs().max() < 1e-6
-
-
 def test_phi3s_adapter_names_pefts_modules(tmp_path: Path) -> None:
     folder = models.make_folder("phi3", tmp_path / "model")
     config = json.loads((opened(folder, rank=2).save(tmp_path / "a") / "adapter_config.json").read_text())

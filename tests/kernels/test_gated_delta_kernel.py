@@ -8,9 +8,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from graftune.kernels import gated_delta, launch, rehearsal
+from graftune.kernels import gated_delta, launch
 from graftune.kernels.attention import Documents
-from graftune.kernels.gated_delta import tiles
 
 SCALE = 0.7
 
@@ -247,47 +246,3 @@ def test_kernels_are_the_references(monkeypatch, device, poison, honest_rounding
     for name, got, right in zip(Inputs._fields, (*grads, grad_decay, grad_beta), want_grads, strict=False):
         assert off(got, right) < CLOSE[dtype] * 2, name
     assert wide[tokens:].isnan().all() and wide[:, sum(widths) :].isnan().all()
-
-
-@pytest.mark.parametrize("lengths", [(1,), (0, 64, 0, 65, 128, 0), (0, 0, 200), (63, 0)])
-def test_chunk_tables(lengths):
-    docs = Documents.of(lengths)
-    bounds, first = tiles.tables(docs, sum(lengths))
-    want, start = [], 0
-    for length in lengths:
-        want.append([(start + at, start + min(at + 64, length), at + 64 < length) for at in range(0, length, 64)])
-        start += length
-    flat = [chunk for chunks in want for chunk in chunks]
-    assert [tuple(row) for row in bounds.tolist()[: len(flat)]] == flat
-    assert all(end <= begin for begin, end, _ in bounds.tolist()[len(flat) :])
-    assert first.tolist() == [sum(map(len, want[:index])) for index in range(len(lengths) + 1)]
-    assert tiles.tables(docs, sum(lengths)).bounds is bounds
-
-
-def test_a_rehearsal_launches_every_kernel():
-    """On tensors without memory, with tables of a fixed capacity."""
-    launched = []
-    now = rehearsal.Rehearsal(rehearsal.Device("cuda"), launched=lambda fn, *_: launched.append(fn.__name__))
-
-    def meta(*shape, dtype=torch.bfloat16):
-        return torch.empty(shape, dtype=dtype, device=rehearsal.META)
-
-    with rehearsal.rehearsing(now):
-        docs = Documents(meta(9, dtype=torch.int32), None, 2048)
-        q, v, decay = meta(4096, 2, 128), meta(4096, 4, 128), meta(4096, 4, dtype=torch.float32)
-        saved, _ = gated_delta.forward(q, q, v, decay, decay, docs, SCALE, v)
-        gated_delta.backward(v, q, q, v, decay, decay, docs, SCALE, saved, (q, q, v), decay, decay)
-    assert docs.prepared["delta bounds"].shape == (4096 // 64 + 8, 3)
-    assert launched == [
-        "solve",
-        "factors",
-        "scan",
-        "output",
-        "factors",
-        "scan",
-        "local",
-        "scan_back",
-        "grad_values",
-        "grad_queries",
-        "grad_keys",
-    ]

@@ -77,8 +77,7 @@ def test_what_does_not_compile_stops_nothing_and_a_refused_run_waits_for_nothing
     monkeypatch.setattr(kernel, "warmup", lambda *args, **named: 1 / 0)
     with Warming(CUDA, threads=1) as warming:
         warming(kernel, (1,), (x, 32, 16), {})
-    (work,) = warming.work.values()
-    assert isinstance(work.exception(), ZeroDivisionError)
+    assert warming.failures == ["ZeroDivisionError: division by zero"]
     with pytest.raises(KeyError), Warming(CUDA, threads=1):
         raise KeyError
 
@@ -96,13 +95,3 @@ def test_triton_takes_it_for_the_tensor(at: int, dtype: torch.dtype) -> None:
     assert real.data_ptr() % 16 == at * dtype.itemsize % 16
     wanted = jit.native_specialize_impl(backend, real, False, True, True)
     assert jit.native_specialize_impl(backend, Pointer(meta), False, True, True) == wanted
-
-
-def test_what_fails_is_told() -> None:
-    class Broken(Kernel):
-        def warmup(self, *args: Any, grid: Any, **options: Any) -> Any:
-            raise RuntimeError("no such instruction")
-
-    with Warming(CUDA, threads=1) as warming:
-        warming(Broken(), (1,), (torch.empty(64, device="meta"), 32, 16), {})
-    assert warming.failures == ["RuntimeError: no such instruction"]

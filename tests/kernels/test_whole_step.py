@@ -19,7 +19,7 @@ from graftune.model.frozen import Dense, Table, Unpacked
 from graftune.settings.sections import LoraConfig
 from graftune.weights import load
 from graftune.weights.base import open_base
-from tests.kernels.harness import NAN, batch, check_steps, stepped
+from tests.kernels.harness import NAN, check_steps
 from tests.support import moe, oracle, quantised, tiny
 from tests.support.thorough import THOROUGH
 
@@ -194,16 +194,3 @@ def test_a_shared_expert_beside_delta_nets(tmp_path, device, monkeypatch, withou
     lora = LoraConfig(rank=3, alpha=6.0, targets=("all_linear",), train_norms=True)
     cpu = quantised.placed(quantised.through_nf4(base), lora, "fp32")
     check_steps(monkeypatch, cpu, lambda: without_counts(base, lora, "nf4", device), device, recompute="selective")
-
-
-@pytest.mark.parametrize("variant", ["llama", "gemma2"])
-def test_the_last_product_is_made_once(variant, tiny_folder, monkeypatch):
-    """Under full recompute, unless a norm behind it reads it."""
-    ours, made = oracle.ours(tiny_folder(variant), ALL), []
-    plain = projection.Projection.after_act
-    monkeypatch.setattr(
-        projection.Projection, "after_act", lambda self, *args: made.append(self.mask_id) or plain(self, *args)
-    )
-    stepped(ours, "cpu", "cpu", batch(), 0.0, "full")
-    layers = len(ours.decoder.blocks)
-    assert len(made) == (2 * layers if variant == "gemma2" else layers)

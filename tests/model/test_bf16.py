@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 
 from graftune.batch import Example
-from graftune.data.pack import pack
-from graftune.model.decoder import PackedDocuments
 from graftune.model.lora import build_arena
 from graftune.runtime import Runtime
 from graftune.settings.sections import LoraConfig
@@ -34,14 +32,3 @@ def test_bf16_is_fp32_within_noise(tiny_folder):
     assert torch.nn.functional.cosine_similarity(joined, reference, dim=0) > 0.999
     assert abs(joined.norm() - reference.norm()) / reference.norm() < 0.02
     assert arena.grads.dtype == torch.float32
-
-
-def test_only_the_asked_rows_reach_the_last_mlp(tiny_folder):
-    ours = oracle.ours(tiny_folder("qwen3"))
-    batch = pack([Example(list(range(5, 25)), [i > 12 for i in range(20)])])
-    run = ours.decoder.begin(batch.positions, PackedDocuments.of(batch.lengths))
-    with torch.no_grad():
-        every = ours.decoder.hidden(batch.tokens, run)
-        some = ours.decoder.hidden(batch.tokens, run, batch.rows)
-    assert some.shape == (7, 48)
-    assert torch.allclose(every[batch.rows], some, atol=1e-5)

@@ -18,6 +18,7 @@ from graftune.data.encoded import Examples
 from graftune.data.pack import Capacities
 from graftune.errors import GraftuneError
 from graftune.infer.cache import CACHE, CacheSize, Request
+from graftune.kernels import attention
 from graftune.kernels.rehearsal import WORKSPACES, Device
 from graftune.losses import Anchored, preference
 from graftune.losses.interface import WEIGHTED
@@ -28,7 +29,7 @@ from graftune.model.frozen.weight_format import Option
 from graftune.model.spec import ModelSpec
 from graftune.observe.console import Console
 from graftune.observe.memory import parse_bytes
-from graftune.plan import Bytes, Card, Setup, choose, job, libraries, rehearse
+from graftune.plan import Bytes, Card, Setup, choose, job, rehearse
 from graftune.plan.counting import block_bytes
 from graftune.plan.rehearse import sampling_cache
 from graftune.runtime import Runtime
@@ -283,6 +284,20 @@ def test_libraries_memory_is_part_of_it() -> None:
         assert rehearse(gpu(backend=backend)).peak > 0
 
 
+def test_a_layer_with_other_heads_has_a_backend_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN does not take the widest heads: the layers that it serves keep it."""
+    used: dict[int, set[str]] = {}
+    forward = attention.forward
+
+    def noted(q: torch.Tensor, *more: Any) -> Any:
+        used.setdefault(q.shape[2], set()).add(more[5])
+        return forward(q, *more)
+
+    monkeypatch.setattr(attention, "forward", noted)
+    assert rehearse(gpu(spec=specs.edited(spec(width=256), (1,), head_width=256))).peak > 0
+    assert used == {64: {"cudnn"}, 256: {"flash"}}
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["nf4", "fp8"])
 @pytest.mark.thorough
@@ -385,13 +400,3 @@ def test_amounts_of_memory(text: str, size: int) -> None:
 def test_no_amounts_of_memory(text: str) -> None:
     with pytest.raises(GraftuneError, match="not an amount of memory"):
         parse_bytes(text)
-
-
-def test_cudnn_asks_for_what_the_formula_says() -> None:
-    from graftune.kernels.attention.cudnn_frontend import CudnnShape
-
-    strides = (1, 1, 1, 1)
-    plain = CudnnShape(torch.bfloat16, 8, 8, 64, 4, 128, 256, 1.0, strides, strides)
-    grouped = CudnnShape(torch.bfloat16, 8, 2, 64, 4, 128, 256, 1.0, strides, strides)
-    assert libraries.workspace_bytes(plain) == 256 * 8 * (64 + 1) * 4
-    assert libraries.workspace_bytes(grouped) == 256 * 8 * (3 * 64 + 1) * 4

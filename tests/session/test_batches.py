@@ -12,7 +12,6 @@ from tools.api_docs import RESULTS, members
 import graftune
 from graftune.batch import PackedBatch
 from graftune.data.pack import pack
-from graftune.training import prepare
 
 ROWS = [{"prompt": f"Say {i}", "response": f"It is {i}."} for i in range(12)]
 
@@ -52,15 +51,6 @@ def test_a_longer_example_is_said(opened):
     assert max(sizes) == data.longest > 16
     assert said == [f"micro-batches have {data.longest} tokens, as the longest example, where 16 were asked for"]
     assert session.config.train.tokens_per_micro_batch == 16
-
-
-def test_an_evaluation_is_planned_for(opened, monkeypatch):
-    jobs = []
-    real = prepare.resolve_auto
-    monkeypatch.setattr(prepare, "resolve_auto", lambda job: jobs.append(job) or real(job))
-    session = opened()
-    next(session.batches(session.prepare(ROWS)))
-    assert [job.evaluates for job in jobs] == [True]
 
 
 def test_records_leave_nothing_behind(opened, tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ FP8 needs a GPU; here its references compute, by the run's own code."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,10 @@ import pytest
 from graftune.api import train
 from graftune.kernels import fp8
 from graftune.observe.console import Console
-from graftune.observe.events import evals, read_events, steps
 from graftune.settings.config import Config
-from graftune.weights import checkpoint
 from tests.support import tiny
 from tests.training.runs import adapter_bytes, write_data
+from tests.training.test_loop import figures, stopped_copy
 
 QUIET = Console(quiet=True)
 
@@ -47,18 +45,8 @@ def settings(folder: Path, out: Path, **more: Any) -> Config:
     return Config.of(values | more)
 
 
-def figures(run: Path) -> list[tuple[object, ...]]:
-    events = read_events(run / "metrics.jsonl")
-    return [tuple(e.get(n) for n in ("step", "loss", "grad_norm")) for e in (*steps(events), *evals(events))]
-
-
 def test_resumed_is_straight(folder: Path, tmp_path: Path, on_any_device):
     straight = train(settings(folder, tmp_path / "straight"), console=QUIET).folder
-    resumed = tmp_path / "resumed"
-    shutil.copytree(straight, resumed)
-    shutil.rmtree(resumed / "adapter")
-    for step, path in checkpoint.steps(resumed / "checkpoints").items():
-        if step > 2:
-            shutil.rmtree(path)
+    resumed = stopped_copy(straight, tmp_path / "resumed", after=2)
     train(Config.of_run(resumed), console=QUIET, resume=str(resumed))
     assert figures(resumed) == figures(straight) and adapter_bytes(resumed) == adapter_bytes(straight)

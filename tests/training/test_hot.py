@@ -70,20 +70,6 @@ def test_a_slot_is_used_again_for_batches_of_its_size(no_cuda: Mark) -> None:
     assert first.arrived.said == [("synchronize", None)], "its pinned memory was read until then"
 
 
-def test_what_a_failed_pass_has_queued_is_forgotten(no_cuda: Mark) -> None:
-    aside, done = SideStreams(torch.device("cpu")), list[str]()
-    x = torch.ones(3)
-    aside.queue(lambda: done.append("sent"), x)
-    aside.flush()
-    aside.queue(lambda: done.append("queued by a pass that failed"), x)
-    aside.forget()
-    aside.queue(lambda: done.append("next"), x)
-    aside.flush()
-    assert done == ["sent", "next"] and len(aside.in_use) == 1
-    waits = [("wait", stream) for stream in aside.streams]
-    assert no_cuda.said == waits, "what was sent off is waited for before its memory goes"
-
-
 @pytest.mark.parametrize("long", [1, 1 << 20])
 def test_sums_made_later_are_the_same_even_after_a_pass_that_failed(
     tiny_folder: Any, no_cuda: Mark, monkeypatch: pytest.MonkeyPatch, long: int

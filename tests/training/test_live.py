@@ -32,7 +32,6 @@ from graftune.step import floor
 from graftune.step.flops import StepFlops
 from graftune.step.pipeline import HostPipeline
 from graftune.training import floors, profiler, reporter
-from graftune.training.reporter import LiveSpeed, Reporter
 from tests.observe.test_profile import Ticks
 from tests.training.runs import write_data
 
@@ -172,19 +171,6 @@ def test_a_long_run_keeps_the_latest_profiled_steps(tmp_path: Path, monkeypatch,
     assert late.warned == ["profile_every is 41: the run ends at step 40, before step 41 is profiled"]
 
 
-def test_a_profile_that_differs_from_plain_steps_says_so() -> None:
-    said: list[Any] = []
-    reporter: Any = SimpleNamespace(
-        log=SimpleNamespace(emit=lambda kind, **event: said.append(event)), console=SimpleNamespace(note=said.append)
-    )
-    document = {"step_ms": 160.0, "plain_ms": 132.0, "owned": 1.0, "bottleneck": "All of it."}
-    Reporter.profiled(reporter, document, 8)
-    Reporter.profiled(reporter, document | {"plain_ms": 158.0}, 12)
-    assert said[0]["plain_ms"] == 132.0 and said[1].startswith("profile at step 8: 160.0 ms; All of it.; a profiled")
-    assert "a plain one 132.0 ms (+21.2%): too far apart to trust" in said[1]
-    assert said[3] == "profile at step 12: 160.0 ms; All of it."
-
-
 @pytest.mark.parametrize(
     ("spec", "recompute", "says"),
     [
@@ -318,15 +304,6 @@ def test_the_line_says_what_is_known_of_the_speed() -> None:
         known = "floor 25%" if step == 3 else "floor: not measured (graftune profile RUN)"
         line = bar.line()
         assert "50 tok/s" in line and "1.5 TFLOP/s" in line and known in line and "host idle 90%" in line
-
-
-def test_live_speed_counts_what_a_step_is_worth() -> None:
-    waited = [0.0]
-    live = LiveSpeed(StepFlops(10.0, 1.0), floor_ms=4.0, waited=lambda: waited[0])
-    waited[0] = 3.0
-    facts = {"tokens": 7, "response_tokens": 5, "micro_batches": 2}
-    assert live.amounts(facts) == Amounts(75.0, 0.008, 3.0)
-    assert live.amounts(facts).idle == 0.0
 
 
 @pytest.mark.parametrize("full", [False, True])

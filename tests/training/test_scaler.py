@@ -12,33 +12,19 @@ from graftune.step.scaler import LossScaler
 YES, NO = torch.tensor(True), torch.tensor(False)
 
 
-def test_the_scale_over_2100_steps():
+def test_the_scale_halves_at_once_and_doubles_after_2000_good_updates():
     scaler = LossScaler()
-    assert scaler.state.tolist() == [65536.0, 0.0]
-    for _ in range(3):
-        scaler.update(NO)
-    assert scaler.state.tolist() == [8192.0, 0.0]
-    for step in range(2100):
-        if step == 50:
-            scaler.update(NO)
-            assert scaler.state.tolist() == [4096.0, 0.0]
-        else:
-            scaler.update(YES)
-        if step == 50 + 1999:
-            assert scaler.state.tolist() == [4096.0, 1999.0]
-        if step == 50 + 2000:
-            assert scaler.state.tolist() == [8192.0, 0.0]
-    assert scaler.state.tolist() == [8192.0, 49.0]
-
-
-def test_the_scale_has_two_ends():
-    scaler = LossScaler()
-    for _ in range(2000):
-        scaler.update(YES)
-    assert scaler.state.tolist() == [65536.0, 0.0]
-    for _ in range(20):
-        scaler.update(NO)
-    assert scaler.state.tolist() == [1.0, 0.0]
+    for good, count, state in (
+        (YES, 2000, [65536.0, 0.0]),  # its upper end
+        (NO, 4, [4096.0, 0.0]),
+        (YES, 1999, [4096.0, 1999.0]),
+        (YES, 1, [8192.0, 0.0]),
+        (YES, 49, [8192.0, 49.0]),
+        (NO, 20, [1.0, 0.0]),
+    ):
+        for _ in range(count):
+            scaler.update(good)
+        assert scaler.state.tolist() == state
     with pytest.raises(GraftuneError, match="out of range"):
         LossScaler(start=65537.0)
 

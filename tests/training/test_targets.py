@@ -134,12 +134,6 @@ def test_an_export_is_what_the_run_would_have_left(run: Path, tmp_path: Path) ->
     assert export(f"{run}@step-2", "apr", console=QUIET).path == run / "export" / "run-step-2.apr"
 
 
-def test_another_base(run: Path, tiny_folder) -> None:
-    other = str(tiny_folder("llama"))
-    with pytest.raises(GraftuneError, match="was trained on another base"):
-        graftune.open(other, adapter=f"{run}@last", device="cpu", new_tokens=["<a>", "<b>"])
-
-
 def test_a_whole_model(tiny_folder, tmp_path: Path) -> None:
     values = settings(tiny_folder("llama"), tmp_path / "run", max_steps=3, dropout=0.0).flat()
     config = Config.of(values | {"method": "full", "rank": Config().lora.rank})

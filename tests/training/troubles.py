@@ -6,7 +6,6 @@ import builtins
 import errno
 import io
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,15 +59,3 @@ class FullDisk:
             writes = how & (os.O_CREAT | os.O_WRONLY | os.O_RDWR) if isinstance(how, int) else set(how) & set("wax+")
             return os.fspath(args[0]) if writes else None
         return os.fspath(args[0])
-
-
-def set_back(put: Callable[[Any, str, Any], None], seconds: float, after: int = 20) -> None:
-    """time.time() jumps back after so many calls."""
-    real, calls = time.time, 0
-
-    def now() -> float:
-        nonlocal calls
-        calls += 1
-        return real() - (seconds if calls > after else 0.0)
-
-    put(time, "time", now)

@@ -99,20 +99,13 @@ def refused(path: Path, data: bytes) -> str:
     return str(caught.value)
 
 
-def test_every_flipped_byte_is_noticed(small: Path, tmp_path: Path) -> None:
+def test_every_flipped_byte_and_every_cut_is_noticed(small: Path, tmp_path: Path) -> None:
     whole = small.read_bytes()
     assert len(whole) < 700
     for at in range(len(whole)):
+        refused(tmp_path / "x.apr", whole[:at])
         for flip in (1, 128, 255):
             refused(tmp_path / "x.apr", whole[:at] + bytes([whole[at] ^ flip]) + whole[at + 1 :])
-
-
-def test_every_cut_is_noticed(small: Path, tmp_path: Path) -> None:
-    whole = small.read_bytes()
-    for keep in range(len(whole)):
-        refused(tmp_path / "x.apr", whole[:keep])
-    for more in (b"\0", bytes(64), whole):
-        refused(tmp_path / "x.apr", whole + more)
 
 
 ENTRY = (b"a", 0, (2, 2), bytes(16))

@@ -14,17 +14,16 @@ from safetensors.torch import load_file, save_file
 
 from graftune.errors import GraftuneError
 from graftune.kernels import launch, nf4
-from graftune.model.frozen import Dense, Mapped, Table, Unpacked
+from graftune.model.frozen import Dense, Mapped, Unpacked
 from graftune.model.frozen.formats.floats import FloatRows
 from graftune.model.frozen.formats.gguf import GgufRows
 from graftune.model.frozen.formats.nf4 import Nf4Rows
 from graftune.model.part import FileOrder
 from graftune.runtime import resolve
 from graftune.settings.sections import LoraConfig
-from graftune.weights import load, placement
+from graftune.weights import placement
 from graftune.weights.base import Base, open_base
 from graftune.weights.gguf_io import GgufTensor
-from graftune.weights.load import scratch_values
 from graftune.weights.placement import choose_placement
 from graftune.weights.rows import Reordered, RowRange
 from tests.support import quantised, tiny
@@ -119,26 +118,6 @@ def test_a_files_blocks_are_uploaded_byte_by_byte(rows, as_on_a_gpu):
     assert isinstance(head, Unpacked) and head.nbytes == (rows or 600) * 64 // 32 * 18
     ids = torch.tensor([0, 249, 7, 7])
     assert torch.equal(head.rows(ids), base.tensors["lm_head.weight"].gather(ids))
-
-
-def test_one_scratch_for_all(as_on_a_gpu, monkeypatch):
-    shape = quantised.spec()
-    base = quantised.gguf_base("Q4_0", shape)
-    monkeypatch.setattr(load, "TABLE_VALUES", 64 * 20)
-    decoder = quantised.placed(base, LORA, "keep").decoder
-    weights = [p.frozen for b in decoder.blocks for p in b.projections]
-    start = decoder.head.frozen.scratch.flat.data_ptr()
-    assert {w.storage.data_ptr() for w in weights} == {start}
-    assert all(w.storage.stride(0) == 128 for w in weights)  # 64 or 96 values, adapter columns, and padding
-    assert len(decoder.head.frozen.scratch.flat) == scratch_values(shape, LORA, True) == (2 * 96 + 8) * 128
-    head, values = decoder.head.frozen, base.tensors["lm_head.weight"].values()
-    assert isinstance(head, Table) and [columns.stop for columns, _ in head.parts()] == [256, 512, 600]
-    x, grad = torch.randn(5, 64), torch.randn(5, 600)
-    assert torch.allclose(head.matmul(x), x @ values.t(), atol=1e-5)
-    assert torch.allclose(head.input_grad(grad), grad @ values, atol=1e-4)
-    monkeypatch.setattr(load, "TABLE_VALUES", 1 << 26)
-    assert scratch_values(shape, LORA, True) == shape.vocab * shape.width
-    assert scratch_values(shape, LORA, False) == (2 * 96 + 8) * 128
 
 
 @pytest.mark.parametrize("gpu", [True, False])
