@@ -16,17 +16,36 @@ GOOD = {"prompt": "abc", "response": "def"}
 CHAT = {"messages": [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "def"}]}
 
 
+FLAGGED = {"messages": [CHAT["messages"][0], {**CHAT["messages"][1], "train": False}]}
+LONG = {"prompt": "a", "response": "b" * 100}
+# The name of a data file, its rows or its content, the flags, and what is said.
+FILES: dict[str, tuple[str, list[object] | str | bytes, tuple[str, ...], str]] = {
+    "unknown kind": ("d.xyz", "x", (), "unknown kind of data file (.xyz)"),
+    "empty": ("d.jsonl", "", (), "is empty"),
+    "blank lines": ("d.jsonl", "\n\n\n", (), "holds no rows"),
+    "nothing supervised": ("d.jsonl", [FLAGGED] * 5, ("--train-on", "flagged"), "nothing to train"),
+    "too long": ("d.jsonl", [LONG] * 5, ("--max-seq-len", "32"), "none of the 5 rows can be used"),
+    "one row": ("d.jsonl", [GOOD], (), "only 1 usable row"),
+    "unknown columns": ("d.csv", "colour,size\nred,5\nblue,6\n", (), "unknown keys"),
+    "no UTF-8": ("d.csv", b"prompt,response\na,\xff\xfe\n", (), "is not UTF-8"),
+    "no parquet": ("d.parquet", b"no parquet at all", (), "d.parquet"),
+    "half a list": ("d.json", '[{"prompt": "a"},', (), "broken JSON at line 1"),
+}
+
+
 def test_no_such_data(base: Path, tmp_path: Path, refuse: Refuse) -> None:
     assert "no such file" in refuse(base, tmp_path / "none.jsonl")
     assert "is a folder" in refuse(base, tmp_path)
-    (tmp_path / "d.xyz").write_text("x")
-    assert "unknown kind of data file (.xyz)" in refuse(base, tmp_path / "d.xyz")
 
 
-@pytest.mark.parametrize("content", ["", "\n\n\n", " \n"])
-def test_empty(content: str, base: Path, tmp_path: Path, refuse: Refuse) -> None:
-    (tmp_path / "d.jsonl").write_text(content)
-    assert "is empty" in (text := refuse(base, tmp_path / "d.jsonl")) or "holds no rows" in text
+@pytest.mark.parametrize("case", FILES)
+def test_files_that_cannot_be_used(case: str, base: Path, tmp_path: Path, refuse: Refuse) -> None:
+    name, content, flags, said = FILES[case]
+    if isinstance(content, list):
+        rows(tmp_path / name, *content)
+    else:
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert said in refuse(base, tmp_path / name, *flags)
 
 
 def test_bad_json_on_line_n(base: Path, tmp_path: Path, refuse: Refuse, capsys) -> None:
@@ -56,43 +75,12 @@ def test_rows_that_cannot_be_used(record: object, reason: str, base: Path, tmp_p
     assert f"row 2: {reason}" in refuse(base, rows(tmp_path / "s.jsonl", GOOD, record), "--strict")
 
 
-def test_nothing_supervised(base: Path, tmp_path: Path, refuse: Refuse) -> None:
-    flagged = {"messages": [CHAT["messages"][0], {**CHAT["messages"][1], "train": False}]}
-    text = refuse(base, rows(tmp_path / "d.jsonl", *[flagged] * 5), "--train-on", "flagged")
-    assert "nothing to train" in text
-
-
 def test_everything_supervised(base: Path, tmp_path: Path, refuse: Refuse) -> None:
     """A template that renders nothing but the assistant's turns leaves no prompt."""
     template = tmp_path / "t.jinja"
     template.write_text("{% for m in messages if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}")
     text = refuse(base, rows(tmp_path / "d.jsonl", *[GOOD] * 5), "--template", str(template))
     assert "everything is trained" in text or "does not render the role 'user'" in text
-
-
-def test_all_rows_too_long(base: Path, tmp_path: Path, refuse: Refuse) -> None:
-    path = rows(tmp_path / "d.jsonl", *[{"prompt": "a", "response": "b" * 100}] * 5)
-    text = refuse(base, path, "--max-seq-len", "32")
-    assert "none of the 5 rows can be used" in text and "max_seq_len" in text
-
-
-def test_one_row_cannot_be_split(base: Path, tmp_path: Path, refuse: Refuse) -> None:
-    assert "only 1 usable row" in refuse(base, rows(tmp_path / "d.jsonl", GOOD))
-
-
-def test_a_csv_without_known_columns(base: Path, tmp_path: Path, refuse: Refuse) -> None:
-    (tmp_path / "d.csv").write_text("colour,size\nred,5\nblue,6\n")
-    text = refuse(base, tmp_path / "d.csv")
-    assert "unknown keys" in text and "colour" in text
-
-
-def test_not_text(base: Path, tmp_path: Path, refuse: Refuse) -> None:
-    (tmp_path / "d.csv").write_bytes(b"prompt,response\na,\xff\xfe\n")
-    assert "is not UTF-8" in refuse(base, tmp_path / "d.csv")
-    (tmp_path / "d.parquet").write_bytes(b"no parquet at all")
-    assert str(tmp_path / "d.parquet") in refuse(base, tmp_path / "d.parquet")
-    (tmp_path / "d.json").write_text('[{"prompt": "a"},')
-    assert "broken JSON at line 1" in refuse(base, tmp_path / "d.json")
 
 
 def test_chat_data_without_a_template(base: Path, tmp_path: Path, refuse: Refuse) -> None:

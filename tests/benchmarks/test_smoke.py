@@ -169,18 +169,6 @@ def test_the_delta_rule_is_in_the_floor() -> None:
     assert ms > small.delta_ms > 0 and "added for the delta rule" in note
 
 
-def test_the_floor_of_layers_with_heads_of_two_sizes() -> None:
-    """Gemma-4-12B's shape: its parameters, and the products of keys that are values too."""
-    case = cases.parse("12b-4x2048")
-    work = work_of(case)
-    assert case.shape.parameters == pytest.approx(11.9e9, rel=0.01)
-    assert [work.layers[i].heads for i in (4, 5)] == [floor.Heads(16, 8, 256, 1024), floor.Heads(16, 1, 512)]
-    sizes = [(17 * 512, 3840), (3840, 16 * 512), (2 * 15360, 3840), (3840, 15360)]
-    assert [size[:2] for _, size in work.layers[5].products] == sizes
-    small = work_of(cases.parse("tinywhole-2x16"))
-    assert floor.measured(small, CPU, steps=1, sustain=0.0)[0] > 0
-
-
 @pytest.mark.parametrize("name", ["tiny-fp8-2x16", "tiny-nf4-2x16", "tinymoe-2x16", "tinymoe-nf4-2x16"])
 def test_floors_of_other_bases(name: str) -> None:
     work = work_of(cases.parse(name))
@@ -201,18 +189,6 @@ def test_the_floor_has_the_rows_of_the_run() -> None:
         assert (ends.tolist() == [3 * rows // 4, *[rows] * (experts - 1)]) == (layer == 1) and int(ends[-1]) == rows
         moved, all_of_it = len(counted.packed[layer, name]), len(counted.packed[0, name])
         assert moved == pytest.approx(all_of_it * (2 / experts if layer == 1 else 1), rel=0.01)
-
-
-def test_the_floor_of_a_mixture() -> None:
-    """Each token's rows are multiplied by the experts that it chose, and every expert is unpacked."""
-    case = cases.parse("30ba3b-1x2")
-    work, shape = work_of(case), case.shape
-    dense = 2 * shape.width * shape.head * (shape.heads + shape.kv_heads)
-    wanted = 4 * case.tokens * shape.layers * (dense + 3 * shape.chosen * shape.width * shape.ffn)
-    wanted += 4 * shape.vocab * shape.width * case.responses
-    assert flops(work, floor.plan(work)) == pytest.approx(wanted, rel=1e-3)
-    assert sum(op.kind == "unpack" for op in floor.plan(work_of(cases.parse("30ba3b-nf4-1x2")))) == 8 * shape.layers
-    assert floor.Floor(work_of(cases.parse("tinymoe-2x16")), CPU).note.endswith("experts at random")
 
 
 @pytest.mark.parametrize(

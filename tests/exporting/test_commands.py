@@ -149,13 +149,27 @@ def test_llama_cpps_mix() -> None:
         spec: Any = SimpleNamespace(**({"tied": False, "experts": 0, "family": "qwen3"} | shape | facts))
         return gguf_mix.tensor_kind(name, (64, width), mix, spec)
 
-    assert [kind(f"blk.{layer}.attn_v.weight", 256) for layer in (3, 4, 6)] == ["Q6_K", "Q4_K", "Q6_K"]
-    assert [kind(f"blk.{layer}.ffn_down.weight", 288) for layer in (3, 4)] == ["Q8_0", "Q5_0"]
-    assert kind("blk.0.attn_q.weight", 256) == "Q4_K" and kind("blk.0.attn_q.weight", 48) == "F16"
-    assert kind("output.weight", 256) == "Q6_K" and kind("token_embd.weight", 256) == "Q4_K"
-    assert kind("token_embd.weight", 256, tied=True) == "Q6_K"
-    assert kind("output.weight", 256, "Q8_0") == "Q8_0" and kind("output.weight", 256, "Q4_0") == "Q6_K"
-    assert kind("output.weight", 256, "F16") == "F16"
+    for name, width, more, want in (
+        ("blk.3.attn_v", 256, {}, "Q6_K"),
+        ("blk.4.attn_v", 256, {}, "Q4_K"),
+        ("blk.6.attn_v", 256, {}, "Q6_K"),
+        ("blk.3.ffn_down", 288, {}, "Q8_0"),
+        ("blk.4.ffn_down", 288, {}, "Q5_0"),
+        ("blk.0.attn_q", 256, {}, "Q4_K"),
+        ("blk.0.attn_q", 48, {}, "F16"),
+        ("output", 256, {}, "Q6_K"),
+        ("token_embd", 256, {}, "Q4_K"),
+        ("token_embd", 256, {"tied": True}, "Q6_K"),
+        ("output", 256, {"mix": "Q8_0"}, "Q8_0"),
+        ("output", 256, {"mix": "Q4_0"}, "Q6_K"),
+        ("output", 256, {"mix": "F16"}, "F16"),
+        ("blk.9.attn_v", 256, {"mix": "IQ4_XS", "heads": 32}, "Q5_K"),
+        ("blk.4.attn_v", 256, {"layers": 80, "family": "llama"}, "Q6_K"),
+        ("blk.12.attn_v", 256, {"mix": "Q3_K_M", "layers": 80, "family": "llama"}, "Q5_K"),
+        ("blk.4.attn_qkv", 256, {"mix": "Q3_K_M", "family": "phi3"}, "Q4_K"),
+        ("blk.4.ffn_down_exps", 256, {"mix": "Q3_K_M", "experts": 8}, "Q4_K"),
+    ):
+        assert kind(f"{name}.weight", width, **more) == want, name
     assert gguf_mix.tensor_kind("output_norm.weight", (64,), "Q4_0", None) == "F32"  # type: ignore[arg-type]
     # Of each mix: attn_q, attn_k, attn_output, and attn_v and ffn_down of layers 1, 2 and 12 of 32.
     mixes = {
@@ -172,11 +186,6 @@ def test_llama_cpps_mix() -> None:
         ]
         assert [kind(f"blk.{part}.weight", 256, mix) for part in parts] == wanted.split()
         assert kind("blk.0.attn_q.weight", 288, mix) == {"Q5": "Q5_1", "Q3": "Q4_0", "IQ": "IQ4_NL"}[mix[:2]]
-    assert kind("blk.9.attn_v.weight", 256, "IQ4_XS", heads=32) == "Q5_K"
-    assert kind("blk.4.attn_v.weight", 256, layers=80, family="llama") == "Q6_K"
-    assert kind("blk.12.attn_v.weight", 256, "Q3_K_M", layers=80, family="llama") == "Q5_K"
-    assert kind("blk.4.attn_qkv.weight", 256, "Q3_K_M", family="phi3") == "Q4_K"
-    assert kind("blk.4.ffn_down_exps.weight", 256, "Q3_K_M", experts=8) == "Q4_K"
     eight = [kind(f"blk.4.attn_{part}.weight", 256, experts=8) for part in ("q", "k", "v", "output")]
     assert eight == ["Q4_K", "Q8_0", "Q8_0", "Q5_K"]
 

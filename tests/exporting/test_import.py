@@ -3,7 +3,6 @@ by name otherwise; and several adapters added up."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -199,25 +198,3 @@ def test_norms_add_up_in_a_merged_model_only(base: Path, two: tuple[Path, Path],
     with pytest.raises(GraftuneError, match=r"norm\.weight, which an adapter in GGUF has no place for"):
         export(str(normed), "gguf-lora", out=str(tmp_path / "l.gguf"))
     assert not (tmp_path / "p").exists() and not list(tmp_path.glob("l.gguf*"))
-
-
-def test_an_adapter_of_another_base_is_not_merged(base: Path, two: tuple[Path, Path], tmp_path: Path) -> None:
-    import transformers
-
-    other = models.make_folder("qwen3", tmp_path / "other")
-    with pytest.raises(GraftuneError, match="made for another base"):
-        export(str(two[0]), "merged", base=str(other), any_base=True, out=str(tmp_path / "m"))
-    deeper = tmp_path / "deeper"
-    shutil.copytree(two[0], deeper)
-    shallow = transformers.AutoModelForCausalLM.from_pretrained(base)
-    shallow.model.layers = shallow.model.layers[:2]
-    shallow.config.num_hidden_layers, shallow.config.layer_types = 2, shallow.config.layer_types[:2]
-    shallow.save_pretrained(tmp_path / "shallow")
-    models.tokenizer().save(tmp_path / "shallow")
-    with pytest.raises(GraftuneError, match="the base it was made for"):
-        export(
-            str(two[0]), "gguf", kind="F32", base=str(tmp_path / "shallow"), any_base=True, out=str(tmp_path / "m.gguf")
-        )
-    small = shaken(opened(tmp_path / "shallow", rank=2)).save(tmp_path / "small")
-    with pytest.raises(GraftuneError, match=r"layers\.2\..* is missing: the adapter was made for another base"):
-        export(str(small), "merged", base=str(base), any_base=True, out=str(tmp_path / "m"))

@@ -44,21 +44,6 @@ RANKS = [
 ]
 
 
-@pytest.fixture
-def splits(monkeypatch):
-    """How many parts each product was split into and added up from; a product in one piece is not in the list."""
-    from graftune.kernels.lora_linear import kernel
-
-    found, add_up = [], kernel.add_up
-
-    def spy(parts, *a, **k):
-        found.append(len(parts))
-        add_up(parts, *a, **k)
-
-    monkeypatch.setattr(kernel, "add_up", spy)
-    return found
-
-
 @pytest.fixture(params=DTYPES, ids=str)
 def dtype(request, device):
     if request.param == torch.bfloat16 and device == "cpu":
@@ -113,19 +98,19 @@ def wide(low: LowRank) -> LowRank:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "width", "thin", "parts", "tiles"),
+    ("tokens", "width", "thin", "tiles"),
     [
-        (1, 2, 1, 0, 0),
-        (3, 64, 3, 0, 0),
-        (65, 65, 17, 0, 0),
-        (64, 256, 24, 0, 0),  # the widest that one program takes
-        (65, 257, 7, 2, 0),
-        (1, 700, 40, 3, 0),
-        (7, 513, 64, 3, 0),
-        (65, 513, 2, 2, 4096),  # with the larger tiles that products have from 4096 tokens on
+        (1, 2, 1, 0),
+        (3, 64, 3, 0),
+        (65, 65, 17, 0),
+        (64, 256, 24, 0),  # the widest that one program takes
+        (65, 257, 7, 0),
+        (1, 700, 40, 0),
+        (7, 513, 64, 0),
+        (65, 513, 2, 4096),  # with the larger tiles that products have from 4096 tokens on
     ],
 )
-def test_down(kernels_on, device, dtype, splits, tokens, width, thin, parts, tiles, monkeypatch):
+def test_down(kernels_on, device, dtype, tokens, width, thin, tiles, monkeypatch):
     from graftune.kernels.lora_linear import kernel
 
     tile = kernel._rows_tile
@@ -136,7 +121,7 @@ def test_down(kernels_on, device, dtype, splits, tokens, width, thin, parts, til
     weight = (torch.randn(thin, width) / width**0.5).to(dtype).to(device)
     read, tail, before = x[:tokens, :width], tail_of(x, tokens, width, thin), x.clone()
     h = lora_linear.down(read, weight)
-    assert h.dtype == dtype and splits == ([parts] if parts else [])
+    assert h.dtype == dtype
     want = read.float() @ weight.float().t()
     close(h, want, TOLERANCE[dtype])
     if dtype != torch.float32:
@@ -240,16 +225,16 @@ def test_small_gradients_of_a_large_stream(kernels_on, device, dtype, large):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "columns", "rank", "parts", "tiles"),
+    ("tokens", "columns", "rank", "tiles"),
     [
-        (512, ((0, 64), (97, 130)), 8, 0, 0),  # the most tokens that one program sums
-        (513, ((0, 64), (97, 130)), 8, 2, 0),
-        (1500, ((5, 70),), 3, 3, 0),
-        (600, ((0, 128), (129, 130)), 16, 2, 4096),
-        (600, ((0, 33),), 33, 3, 4096),  # with the other tiles that large ranks have from 4096 tokens on
+        (512, ((0, 64), (97, 130)), 8, 0),  # the most tokens that one program sums
+        (513, ((0, 64), (97, 130)), 8, 0),
+        (1500, ((5, 70),), 3, 0),
+        (600, ((0, 128), (129, 130)), 16, 4096),
+        (600, ((0, 33),), 33, 4096),  # with the other tiles that large ranks have from 4096 tokens on
     ],
 )
-def test_sums_over_many_tokens(kernels_on, device, dtype, splits, tokens, columns, rank, parts, tiles, monkeypatch):
+def test_sums_over_many_tokens(kernels_on, device, dtype, tokens, columns, rank, tiles, monkeypatch):
     from graftune.kernels.lora_linear import sums
 
     tile = sums._columns_tile
@@ -262,7 +247,6 @@ def test_sums_over_many_tokens(kernels_on, device, dtype, splits, tokens, column
     for total in found:
         lora_linear.up_grad(grad[:tokens, :out], low, total)
     reference.up_grad(grad[:tokens, :out].float(), wide(low), want)
-    assert splits == ([parts] * 2 if parts else [])
     close(found[0] - start, want - start, SUMMED)
     assert torch.equal(*found), "the same bits every time"
 

@@ -168,28 +168,31 @@ def test_files(shape, dtype, double):
 def test_files_that_are_refused():
     good = quantised.nf4_checkpoint(nf4.quantise(weight((3, 70))), "w")
     state = "w.quant_state.bitsandbytes__nf4"
+    text = bytes(good[state].tolist())
 
-    def refuse(said: str, **changed: torch.Tensor | None) -> None:
+    def told(changed: bytes) -> dict[str, torch.Tensor | None]:
+        return {state: torch.tensor(list(changed), dtype=torch.uint8)}
+
+    for said, changed in (
+        ("not bitsandbytes' NF4", {state: None}),
+        ("fp4", {state: None, state.replace("nf4", "fp4"): good[state]}),
+        ("block size is 16", told(text.replace(b": 64", b": 16"))),
+        ("dtype int8", told(text.replace(b"float32", b"int8", 1))),
+        ("quant_map", {"w.quant_map": good["w.quant_map"].flip(0)}),
+        ("number of codes", {"w": good["w"][:-1]}),
+        ("number of scales", {"w.absmax": good["w.absmax"][:-1]}),
+        ("number of nested scales", {"w.nested_absmax": good["w.nested_absmax"].repeat(2)}),
+        ("number of nested codes", {"w.nested_quant_map": good["w.nested_quant_map"][:7]}),
+        ("kind of scales", {"w.absmax": good["w.absmax"].float()}),
+        ("w.quant_map is missing", {"w.quant_map": None}),
+        ("not valid JSON", told(text[:9])),
+        ("not valid JSON", told(b"[1]")),
+        ("shape is", told(text.replace(b"[3,", b"[-3,"))),
+        ("offset", told(text[: text.index(b', "nested_offset')] + b"}")),
+    ):
         files = {name: x for name, x in (good | changed).items() if x is not None}
         with pytest.raises(GraftuneError, match=said):
             nf4.from_checkpoint(files, "w")
-
-    text = bytes(good[state].tolist())
-    refuse("not bitsandbytes' NF4", **{state: None})
-    refuse("fp4", **{state: None, state.replace("nf4", "fp4"): good[state]})
-    refuse("block size is 16", **{state: torch.tensor(list(text.replace(b": 64", b": 16")), dtype=torch.uint8)})
-    refuse("dtype int8", **{state: torch.tensor(list(text.replace(b"float32", b"int8", 1)), dtype=torch.uint8)})
-    refuse("quant_map", **{"w.quant_map": good["w.quant_map"].flip(0)})
-    refuse("number of codes", **{"w": good["w"][:-1]})
-    refuse("number of scales", **{"w.absmax": good["w.absmax"][:-1]})
-    refuse("number of nested scales", **{"w.nested_absmax": good["w.nested_absmax"].repeat(2)})
-    refuse("number of nested codes", **{"w.nested_quant_map": good["w.nested_quant_map"][:7]})
-    refuse("kind of scales", **{"w.absmax": good["w.absmax"].float()})
-    refuse("w.quant_map is missing", **{"w.quant_map": None})
-    refuse("not valid JSON", **{state: good[state][:9]})
-    refuse("not valid JSON", **{state: torch.tensor(list(b"[1]"), dtype=torch.uint8)})
-    refuse("shape is", **{state: torch.tensor(list(text.replace(b"[3,", b"[-3,")), dtype=torch.uint8)})
-    refuse("offset", **{state: torch.tensor(list(text[: text.index(b', "nested_offset')] + b"}"), dtype=torch.uint8)})
 
 
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32])

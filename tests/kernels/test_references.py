@@ -9,6 +9,7 @@ import torch
 
 from graftune.kernels import attention, linear_cross_entropy, lora_linear, rms_norm, swiglu
 from graftune.kernels.attention import reference as attention_reference
+from tests.kernels.test_cross_entropy_kernel import Table
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-5, torch.bfloat16: 2e-2}
 SIZES = [(1, 2), (3, 8), (17, 30), (64, 96)]
@@ -198,17 +199,6 @@ def test_lora_group(normed, diagonal, dtype):
     close(out @ down, leaves[0].grad, dtype)
     close(grad_down - 1, leaves[1].grad, dtype)
     close(grad_up - 1, leaves[2].grad, dtype)
-
-
-class Table:
-    def __init__(self, weight: torch.Tensor):
-        self.weight, self.out_features = weight, len(weight)
-
-    def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight.t()
-
-    def input_grad(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return grad @ self.weight
 
 
 @pytest.mark.parametrize(("chunk", "cached"), [(1, 1), (3, 2), (1000, 4), (1000, 1000)])

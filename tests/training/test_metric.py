@@ -177,17 +177,32 @@ def test_a_metric_that_cannot_be_used_is_refused_at_once(file: Path, metric: str
         check_metric(Config.of({"metric": metric.format(file=file, broken=broken)}))
 
 
-def test_which_evaluation_is_better() -> None:
-    best = Progress(best_loss=1.0, best_step=1, best_metric=0.5, best_failed=2)
-    assert is_better(best, 2.0, 0.6, 2, "max") and not is_better(best, 0.1, 0.4, 2, "max")
-    assert is_better(best, 2.0, 0.4, 2, "min") and not is_better(best, 0.1, 0.6, 2, "min")
-    assert is_better(best, 0.9, 0.5, 2, "max") and not is_better(best, 1.1, 0.5, 2, "max"), "equal: by the loss"
-    assert is_better(best, 2.0, 0.1, 1, "max") and not is_better(best, 0.1, 0.9, 3, "max"), "fewer failed calls"
-    assert not is_better(best, 0.1, None, 9, "max"), "every call failed"
-    every = Progress(best_loss=1.0, best_step=1, best_failed=9)
-    assert is_better(every, 0.9, None, 9, "max") and not is_better(every, 1.1, None, 9, "max"), "both: by the loss"
-    assert is_better(every, 2.0, 0.1, 3, "max"), "known for the first time"
-    assert is_better(Progress(), math.inf, None, 0, "max")
+BEST = Progress(best_loss=1.0, best_step=1, best_metric=0.5, best_failed=2)
+ALL_FAILED = Progress(best_loss=1.0, best_step=1, best_failed=9)
+
+
+@pytest.mark.parametrize(
+    ("best", "loss", "metric", "failed", "goal", "better"),
+    [
+        (BEST, 2.0, 0.6, 2, "max", True),
+        (BEST, 0.1, 0.4, 2, "max", False),
+        (BEST, 2.0, 0.4, 2, "min", True),
+        (BEST, 0.1, 0.6, 2, "min", False),
+        (BEST, 0.9, 0.5, 2, "max", True),  # equal: by the loss
+        (BEST, 1.1, 0.5, 2, "max", False),
+        (BEST, 2.0, 0.1, 1, "max", True),  # fewer failed calls
+        (BEST, 0.1, 0.9, 3, "max", False),
+        (BEST, 0.1, None, 9, "max", False),  # every call failed
+        (ALL_FAILED, 0.9, None, 9, "max", True),  # both: by the loss
+        (ALL_FAILED, 1.1, None, 9, "max", False),
+        (ALL_FAILED, 2.0, 0.1, 3, "max", True),  # known for the first time
+        (Progress(), math.inf, None, 0, "max", True),
+    ],
+)
+def test_which_evaluation_is_better(
+    best: Progress, loss: float, metric: float | None, failed: int, goal: str, better: bool
+) -> None:
+    assert is_better(best, loss, metric, failed, goal) == better
 
 
 def test_eval_measures_answers(tiny_folder, tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
