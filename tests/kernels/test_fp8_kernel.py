@@ -11,6 +11,7 @@ from graftune.kernels.augmented_weight import Adapters
 from graftune.kernels.fp8 import E4M3, AdapterCodes, Rows, reference
 from graftune.kernels.lora_linear import LowRank
 from tests.kernels.harness import DTYPES, NAN, close
+from tests.kernels.test_rope_kernel import by_part
 from tests.support.pairwise import pairwise
 
 pytestmark = pytest.mark.usefixtures("honest_rounding")
@@ -363,10 +364,6 @@ HEADS = [
 ]
 
 
-def parts_of(qkv: torch.Tensor, heads: tuple[int, int, int]) -> tuple[torch.Tensor, ...]:
-    return qkv.unflatten(1, (-1, heads[2])).split([heads[0], heads[1], heads[1]], 1)
-
-
 @pairwise(("tokens, heads", HEADS), ("dtype", DTYPES), ("reach", [None, 0.3]))
 def test_rope_backward(kernels_on, device, tokens, heads, dtype, reach, monkeypatch):
     """Elsewhere and, to the same bit, in place; the codes are those of what was stored."""
@@ -375,13 +372,13 @@ def test_rope_backward(kernels_on, device, tokens, heads, dtype, reach, monkeypa
     cos, sin = angles.cos().to(device), angles.sin().to(device)
     given, factor = rows_of(tokens, width, dtype).to(device), torch.rand(width).add(0.1).to(device)
     exact = torch.empty_like(given)
-    apart = tuple(part.contiguous() for part in parts_of(given, heads))
+    apart = tuple(part.contiguous() for part in by_part(given, heads))
     rope.finish_backward(apart, exact, cos, sin, heads, exact.new_empty(0))
     bound = None if reach is None else torch.tensor(reach).to(device)
     monkeypatch.setattr(rope, "finish_backward", None)  # one kernel does it all
     here, elsewhere = (torch.full((tokens, width + 8), NAN, dtype=dtype, device=device) for _ in range(2))
     here[:, :width] = given
-    for grads, out in ((apart, elsewhere), (parts_of(here[:, :width], heads), here)):
+    for grads, out in ((apart, elsewhere), (by_part(here[:, :width], heads), here)):
         wide, codes = poisoned(tokens, width, device)
         scale = fp8.rope_backward(grads, out[:, :width], cos, sin, heads, codes, factor, reach=bound)
         close(out[:, :width], exact, CLOSE[dtype])

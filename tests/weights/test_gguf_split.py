@@ -10,11 +10,11 @@ import gguf
 import pytest
 import torch
 
-from graftune.errors import GraftuneError
 from graftune.weights.base import open_base
 from graftune.weights.gguf_io import read_gguf
 from tests.support import oracle, tiny
 from tests.weights import tiny_gguf
+from tests.weights.test_safetensors import refused
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +44,6 @@ def test_any_part_opens_the_whole(given: int, parts: list[Path], tmp_path: Path)
 @pytest.fixture
 def copied(parts: list[Path], tmp_path: Path) -> list[Path]:
     return [Path(shutil.copy(part, tmp_path)) for part in parts]
-
-
-def refused(path: Path) -> str:
-    with pytest.raises(GraftuneError) as caught:
-        open_base(str(path))
-    return str(caught.value)
 
 
 def test_what_is_amiss_is_named(copied: list[Path]) -> None:
