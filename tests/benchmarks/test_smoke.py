@@ -169,6 +169,18 @@ def test_the_delta_rule_is_in_the_floor() -> None:
     assert ms > small.delta_ms > 0 and "added for the delta rule" in note
 
 
+def test_the_floor_of_layers_with_heads_of_two_sizes() -> None:
+    """Gemma-4-12B's shape: its parameters, and the products of keys that are values too."""
+    case = cases.parse("12b-4x2048")
+    work = work_of(case)
+    assert case.shape.parameters == pytest.approx(11.9e9, rel=0.01)
+    assert [work.layers[i].heads for i in (4, 5)] == [floor.Heads(16, 8, 256, 1024), floor.Heads(16, 1, 512)]
+    sizes = [(17 * 512, 3840), (3840, 16 * 512), (2 * 15360, 3840), (3840, 15360)]
+    assert [size[:2] for _, size in work.layers[5].products] == sizes
+    small = work_of(cases.parse("tinywhole-2x16"))
+    assert floor.measured(small, CPU, steps=1, sustain=0.0)[0] > 0
+
+
 @pytest.mark.parametrize("name", ["tiny-fp8-2x16", "tiny-nf4-2x16", "tinymoe-2x16", "tinymoe-nf4-2x16"])
 def test_floors_of_other_bases(name: str) -> None:
     work = work_of(cases.parse(name))

@@ -14,11 +14,13 @@ import pytest
 
 from graftune.api import export
 from graftune.model.spec import ModelSpec
+from graftune.observe.console import Console
 from graftune.weights.base import open_base
 from tests.exporting import models
 from tests.exporting.judges import DOCUMENT, LlamaCpp, gap, in_transformers, opened, ours
 from tests.support import moe, tiny
 
+QUIET = Console(quiet=True)
 WINDOW = 5
 TOLD = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
 VARIANTS = ("mistral-window", "phi3-window", "qwen2-told", "qwen3-told", "mixtral-window")
@@ -44,22 +46,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-class Warned:
-    """A console that keeps its warnings."""
-
-    def __init__(self) -> None:
-        from graftune.observe.console import Console
-
-        self.console, self.texts = Console(quiet=True), list[str]()
-        self.console.warn = self.texts.append  # type: ignore[method-assign]
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The warnings of an export."""
+    texts: list[str] = []
+    monkeypatch.setattr(QUIET, "warn", texts.append)
+    return texts
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_window_comes_back(variant: str, folder: Any, tmp_path: Path) -> None:
-    model, warned = folder(variant), Warned()
-    gguf = export(str(model), "gguf", kind="F32", out=str(tmp_path / "m.gguf"), console=warned.console).path
-    assert len(warned.texts) == 1 and f"window of {WINDOW} tokens" in warned.texts[0]
+def test_a_window_comes_back(variant: str, folder: Any, tmp_path: Path, warned: list[str]) -> None:
+    model = folder(variant)
+    gguf = export(str(model), "gguf", kind="F32", out=str(tmp_path / "m.gguf"), console=QUIET).path
+    assert len(warned) == 1 and f"window of {WINDOW} tokens" in warned[0]
     was, back = open_base(str(model)).spec, open_base(str(gguf)).spec
     assert windows(back) == windows(was) and set(windows(was)) | {0} == {0, WINDOW}
     assert back.family == was.family
@@ -84,10 +84,10 @@ def windows(spec: ModelSpec) -> list[int]:
     return [layer.mixer.attention.window for layer in spec.layers if layer.mixer.attention]
 
 
-def test_no_warning_where_no_text_is_longer_than_the_window(folder: Any, tmp_path: Path) -> None:
-    model, warned = folder("mistral-window", sliding_window=256), Warned()
-    gguf = export(str(model), "gguf", kind="F32", out=str(tmp_path / "m.gguf"), console=warned.console).path
-    assert warned.texts == [] and set(windows(open_base(str(gguf)).spec)) == {256}
+def test_no_warning_where_no_text_is_longer_than_the_window(folder: Any, tmp_path: Path, warned: list[str]) -> None:
+    model = folder("mistral-window", sliding_window=256)
+    gguf = export(str(model), "gguf", kind="F32", out=str(tmp_path / "m.gguf"), console=QUIET).path
+    assert warned == [] and set(windows(open_base(str(gguf)).spec)) == {256}
 
 
 def test_a_mistral_without_a_window_is_a_llama(folder: Any, tmp_path: Path) -> None:

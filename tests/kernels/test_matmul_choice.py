@@ -177,3 +177,8 @@ def test_codes_have_variants(tiled):
 )
 def test_a_variant_has_to_be_right(tiled, writes):
     assert tiled({0: 0.04, NEAR: 0.03, WRONG: 0.01}, {WRONG: writes})[0] == (7, NEAR, 0)
+
+
+def test_where_nothing_tells_right_from_wrong_the_offer_stands(tiled):
+    zeros = {tile: lambda out: out.zero_() for tile in (-7, NEAR)}
+    assert tiled({0: 0.04, NEAR: 0.03}, zeros)[0] == (7, 0, 0)

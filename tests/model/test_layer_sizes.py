@@ -20,10 +20,8 @@ from graftune.exporting.gguf_model import model_keys
 from graftune.infer.sample import Sampling
 from graftune.model.feed_forward.gated import GatedSpec
 from graftune.model.frozen.interface import TensorRows
-from graftune.model.lora import build_arena, initialise
+from graftune.model.lora import initialise
 from graftune.model.spec import ModelSpec
-from graftune.runtime import Runtime
-from graftune.session import attention_for
 from graftune.settings.sections import LoraConfig
 from graftune.weights import names, rows
 from graftune.weights.base import Base, _checked_spec, open_base
@@ -112,8 +110,7 @@ def test_against_transformers_and_peft(base: Base) -> None:
 
 
 def test_who_asks_a_layer(base: Base) -> None:
-    """Rope's tables, attention's backend, the order of rows in a GGUF, a model of some layers; and what cannot be
-    written says so."""
+    """Rope's tables and the order of rows in a GGUF; and what cannot be written says so."""
     spec = base.spec
     assert [rope.width for rope in spec.ropes] == [8, 24] and spec.layers[2].mixer.ropes == spec.ropes[:1]
     assert max(shape.head_width for shape in spec.attention) == 24
@@ -123,11 +120,6 @@ def test_who_asks_a_layer(base: Base) -> None:
         assert order.indices[:3].tolist() == [0, width // 2, 1] and int(order.indices[width]) == width
         assert rows.order_in("folder", spec, f"layers.{layer}.self_attn.{projection}.weight") is None
         assert rows.order_in("gguf", spec, f"layers.{layer}.self_attn.{projection}.lora_A.weight") is None
-    assert spec.only([1, 1]).layers == (spec.layers[1],) * 2
-    runtime = Runtime(torch.device("cpu"), torch.float32, "for the test")
-    assert attention_for(base, runtime, 64).backend == "cpu"
-    arena = build_arena(spec, LORA, torch.device("cpu"), torch.float32)
-    assert arena.slots["layers.1.mlp.down_proj.lora_A.weight"].shape == (4, 40)
     assert specs.edited(spec, (2,), head_width=5).wrong() == "head width"
     with pytest.raises(GraftuneError, match="its layers differ in size"):
         model_keys(base, "x", 0, None)
