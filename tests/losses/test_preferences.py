@@ -25,6 +25,7 @@ from graftune.step.pipeline import HostPipeline
 from graftune.step.step import Step
 from tests.losses import preferred
 from tests.support import oracle
+from tests.two_ways.test_accumulation import HYPER
 
 Model = Callable[[str], oracle.Ours]
 
@@ -99,6 +100,22 @@ def test_a_step_is_the_same_twice_and_an_evaluation_agrees(
     fixed = evaluate(ours.decoder, data, capacity=40, loss=loss, backend="one shape")
     assert fixed.loss == pytest.approx(found.loss, rel=1e-5)
     assert fixed.figures == pytest.approx(found.figures, rel=1e-4, abs=1e-6)
+
+
+def test_kl_lasts_for_one_step(model: Model) -> None:
+    """The update clears it, and a step without desirable answers reports no mean of them."""
+    ours, loss, data = model("qwen3"), loss_of("kto"), preferred.rated()[1:3]
+    weights = ours.arena.weights.clone()
+    loader = Loader(data, tokens_per_step=999, micro_capacity=99, seed=3, layout=loss.layout(data))
+    (batches,), step = loader.epoch(0), Step(ours.decoder, ours.arena, loss=loss)
+    pipeline = HostPipeline(step)
+    pipeline.micro(pipeline.stage(batches[0]), 0)
+    assert step.ahead[1] == 2
+    pipeline.update(HYPER | {"divisor": 2.0, "lr": 0.0})
+    (done,) = pipeline.finished()
+    assert not step.ahead.any() and done.more["chosen"] != done.more["chosen"] and done.more["rejected"] < 1
+    ours.arena.weights.copy_(weights)
+    ours.arena.publish()
 
 
 def test_mismatched_answers() -> None:
