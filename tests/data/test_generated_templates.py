@@ -2,7 +2,7 @@
 
 The text before an answer must be the prompt that transformers renders, what is trained must be what the template's
 description says (generated.py), a text that differs from the rendering must come with a note, and only what cannot be
-known may be refused. `make test-templates` runs 10,000 templates.
+known may be refused. `make test-templates` runs 10,000 templates; `tests/fuzz/public_templates.py` runs real ones.
 """
 
 from __future__ import annotations

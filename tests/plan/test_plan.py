@@ -128,10 +128,10 @@ CASES = {
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")
 @pytest.mark.parametrize("name", CASES)
 def test_without_memory_is_with_memory_to_the_byte(name: str) -> None:
-    foretold, real = rehearse(CASES[name]), rehearse_real(CASES[name])
-    assert foretold.phases == real.phases and foretold.after == real.after
-    assert {"adapters", "gradients", "moments"} <= foretold.phases["step"].keys()
-    assert "saved activations" in foretold.phases["step"] or CASES[name].config.train.method == "full"
+    planned, real = rehearse(CASES[name]), rehearse_real(CASES[name])
+    assert planned.phases == real.phases and planned.after == real.after
+    assert {"adapters", "gradients", "moments"} <= planned.phases["step"].keys()
+    assert "saved activations" in planned.phases["step"] or CASES[name].config.train.method == "full"
 
 
 @pytest.mark.few(1)

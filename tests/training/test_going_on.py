@@ -8,8 +8,10 @@ import json
 import os
 import shutil
 import signal
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +27,7 @@ from graftune.settings.config import Config
 from graftune.step.pipeline import HostPipeline
 from graftune.step.schedule import learning_rate
 from graftune.tokenizer import template
-from graftune.training import prepare, resume
+from graftune.training import checkpoints, prepare, resume
 from graftune.weights import checkpoint
 from graftune.weights.base import open_base
 from graftune.weights.checkpoint import Progress
@@ -91,6 +93,26 @@ def test_each_epoch_is_saved_without_validation(tiny_folder, tmp_path: Path, mon
     logged = steps(read_events(run / "metrics.jsonl"))
     last = [max(e["step"] for e in logged if e["epoch"] == epoch) for epoch in range(3)]
     assert made == last
+
+
+def test_the_log_is_on_the_disk_before_a_checkpoint_and_old_ones_go_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a checkpoint could hold steps that the log has lost, or the last good one go for one that fails."""
+    done: list[Any] = []
+    monkeypatch.setattr(checkpoint, "is_sound", lambda arena: True)
+    monkeypatch.setattr(checkpoint, "save", lambda *_: done.append("save"))
+    monkeypatch.setattr(checkpoint, "prune", lambda root, keep_last, best: done.append((keep_last, best)))
+    log = SimpleNamespace(sync=lambda: done.append("log"))
+    state: Any = SimpleNamespace(
+        progress=Progress(step=7, best_step=4),
+        parts=SimpleNamespace(arena=1, step=SimpleNamespace(count=6, scaler=None), own_shape=[]),
+        ranks=SimpleNamespace(leads=True, busy=lambda what: nullcontext()),
+        pausing_steps=lambda what: nullcontext(),
+        config=Config.of({"keep_last": 3}),
+        report=SimpleNamespace(log=log, live_plot=SimpleNamespace(update=int)),
+    )
+    hook = checkpoints.Checkpoints(Path("checkpoints"), {})
+    hook.save(state)
+    assert done == ["log", "save", (3, 4)] and (hook.saved, state.progress.updates) == (7, 6)
 
 
 # Signals
