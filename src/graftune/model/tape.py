@@ -1,8 +1,8 @@
 """What the forward saves for the backward, by policy.
 
-    none        all that the parts' backward needs: only norms, rope and gated units are computed twice
+    none        all that the parts' backward needs: only norms and gated units are computed twice
     selective   without what each part marks as large and cheap to recompute: in a gated MLP that is the gate_up product
-                (60% of a block's saved bytes, one of its eight products), in a delta net the delta rule
+                (60% of a block's saved bytes, one of its four forward products), in a delta net the delta rule
     full        only each block's input: the block's forward is computed twice, except for its last product
     offload     as full, and the inputs wait in pinned host memory; copies run on a stream of their own, one block ahead
 

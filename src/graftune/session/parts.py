@@ -135,8 +135,9 @@ class SessionParts:
     _sampler: Sampler | None = field(default=None, init=False)
 
     def __post_init__(self, storage: BundleStorage | None) -> None:
-        """Lay out the trainable weights and load the base around them. The trainable weights have no values yet. The
-        plan rehearses this very function and records the owner of all memory."""
+        """Lay out the trainable weights and load the base around them. Adapters have no values yet; trained weights
+        of the base and rows of added tokens have theirs, unless training starts from scratch. The plan rehearses this
+        very function and records the owner of all memory."""
         spec, runtime, full = self.base.spec, self.runtime, self.config.train.method != "lora"
         with rehearsal.owned("adapters"):
             self.arena = build_arena(spec, self.lora, runtime.device, runtime.compute, full=full)

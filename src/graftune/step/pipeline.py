@@ -47,7 +47,7 @@ class Figures(NamedTuple):
     response_tokens: float  # as the device counted them
     scale: float  # fp16's loss scale after this step; 0 in other dtypes
     more: dict[str, float]  # the loss's own figures, by name, and those of a mixture's routers
-    signals: RankSignals = RankSignals()  # from the other ranks
+    signals: RankSignals = RankSignals()  # of all ranks, this one included
     routing: list[LayerRouting] | None = None  # what the routers of a mixture did
 
     @staticmethod

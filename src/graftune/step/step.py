@@ -35,8 +35,8 @@ from graftune.model.tape import Tapes
 from graftune.step.scaler import LossScaler
 from graftune.step.tail import CONTROL_FLAGS, RankSignals, Reduce, Tail, signals
 
-# In fp16, sums are kept in this unit: the gradient of a sum over thousands of tokens, times the loss scale, would
-# overflow fp16 where the gradient of the mean does not. It is a power of two, so nothing is rounded.
+# In fp16, sums and the divisor are multiplied by this number: the gradient of a sum over thousands of tokens, times the
+# loss scale, would overflow fp16 where the gradient of the mean does not. It is a power of two, so nothing is rounded.
 FP16_UNIT = 2.0**-12
 REPORTED = 5  # numbers that every step reports, before the loss's own figures
 
@@ -246,7 +246,8 @@ class Step:
         self.tail.report(self.report[self.routed.stop :])
 
     def signals(self, report: Sequence[float]) -> RankSignals:
-        """The other ranks' stop requests and weight mismatches, from a step's report."""
+        """Whether any rank, this one included, asks to stop, and whether the ranks' weights differ, from a step's
+        report."""
         return RankSignals() if self.reduce is None else signals(report[self.routed.stop :], self.reduce.size)
 
     def discard(self) -> None:

@@ -1,5 +1,6 @@
 """Hooks do everything in a run that is not a step: each is a class, mostly in a file of its own, that overrides some of
-the methods below. A hook receives the state of the run, not the trainer, and never calls another hook by name.
+the methods below. A hook receives the state of the run, not the trainer. Only the guard calls another one by name: the
+checkpoints.
 
 To add one: write its file, add it to the list in trainer.py, and test it with a made-up state.
 """
@@ -26,7 +27,8 @@ from graftune.weights.checkpoint import Progress
 
 
 class Hook:
-    """Every method is optional. On several ranks each is called on all of them, in the same order."""
+    """Every method is optional. Several ranks call the hooks in the same order, but `paused`, `finish` and a `run` that
+    is due by the clock may be called on rank 0 alone."""
 
     saves_before = False  # whether a checkpoint that is due is written before `run`, because that may take long
 

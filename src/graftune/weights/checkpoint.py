@@ -2,10 +2,11 @@
 flushed and renamed.
 
 A folder `step-N` is therefore whole or absent, at whatever moment the process dies. Progress is the step, the epoch,
-the step in the epoch and the early-stopping counters; there is no generator state, because shuffles and dropout follow
-from Progress. Its numbers are checked against their checksum and against the run before a tensor is read, and the file
-of tensors against the digest in the state: a disk may lose data that it reported as written. NaN and Inf are never
-written (`is_sound`). A resume takes the newest checkpoint that is whole (`newest_whole`) and renames damaged ones.
+the step in the epoch, the number of updates and what evaluations found; there is no generator state, because shuffles
+and dropout follow from Progress. Its numbers are checked against their checksum and against the run before a tensor is
+read, and the file of tensors against the digest in the state: a disk may lose data that it reported as written. NaN and
+Inf are never written (`is_sound`). A resume takes the newest checkpoint that is whole (`newest_whole`) and renames
+damaged ones.
 """
 
 from __future__ import annotations

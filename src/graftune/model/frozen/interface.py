@@ -157,7 +157,7 @@ def loaded(source: RowSource) -> RowSource:
 
 
 class Frozen(Protocol):
-    """A weight [out, in] that never changes."""
+    """A weight [out, in] as products read it. It never changes, except a `Trained` one."""
 
     kind: str
     out_features: int
@@ -206,8 +206,8 @@ class Augmented(ABC):
         return ()
 
     def dense(self, used: torch.Tensor | None = None) -> torch.Tensor:
-        """The weight [out, in] as floats of the compute dtype, valid until the next product of the model. `used`: see
-        `Packed.unpack`."""
+        """The weight [out, in] as floats of the compute dtype, valid until the next product of the model. A packed
+        weight is dequantised into `storage` by this call. `used`: see `Packed.unpack`."""
         return self.weight
 
     @property
