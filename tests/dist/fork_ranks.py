@@ -82,7 +82,7 @@ def hand_out_late(kept: int) -> None:
     from graftune.step import pipeline
 
     class Late(pipeline.HostPipeline):
-        ahead = pipeline.AHEAD
+        steps_ahead = pipeline.AHEAD
         begun = False
 
         def micro(self, staged: Any, micro_batch_id: int) -> None:
