@@ -71,9 +71,8 @@ class Arena:
     v: torch.Tensor = field(init=False)
     compute: torch.Tensor = field(init=False)
     copies: list[Copy] = field(default_factory=list)
-    followers: list[Callable[[], None]] = field(
-        default_factory=list
-    )  # called when `publish` has copied, as by FP8's adapter codes
+    # Called when `publish` has copied the weights: FP8 then computes its adapter codes.
+    followers: list[Callable[[], None]] = field(default_factory=list)
     own_bytes: int = 0  # of tensors beside the flat buffers
 
     def __post_init__(self) -> None:
